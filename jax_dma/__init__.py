@@ -1,0 +1,15 @@
+"""Dynamic-mask attention for JAX: masks, trainable biases and block skipping, forward and backward."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from jax_dma import masks
+from jax_dma.attention import attention, available_implementations, status
+from jax_dma.masks import KeyIntervals
+from jax_dma.plan import MaskPlan, plan
+
+try:
+    __version__ = version("jax_dma")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = ["KeyIntervals", "MaskPlan", "attention", "available_implementations", "masks", "plan", "status"]

@@ -1,0 +1,169 @@
+"""The compiled kernels: loading and registering them, which calls they serve, and the custom calls themselves."""
+
+import functools
+import importlib
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_dma.plan import KEY_TILE, TILE_ROWS, queries_per_tile
+
+PLATFORMS = {"cpu": ("cpu",), "cuda": ("cuda", "pallas", "xla"), None: ("xla",)}
+_XLA_PLATFORM = {"cpu": "cpu", "cuda": "CUDA"}
+_KERNEL_DTYPES = {"cpu": ("float32", "bfloat16", "float16"), "cuda": ("bfloat16", "float16")}
+MAX_HEAD_DIM = 256
+MAX_BATCH_AXES = 6  # xla_ffi/common/problem.h
+EMPTY = 0
+
+
+def runtime_api_version():
+    """(major, minor) of the FFI that the installed jaxlib speaks, from the header that it ships."""
+    header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    return tuple(int(re.search(rf"#define XLA_FFI_API_{part}\s+(\d+)", header)[1]) for part in ("MAJOR", "MINOR"))
+
+
+def refuse_newer(built, runtime):
+    """Why kernels built for one FFI version cannot be registered with another, or None.
+
+    A handler with a newer minor version than the runtime's takes the whole backend down when it initialises.
+    """
+    if built[0] != runtime[0] or built[1] > runtime[1]:
+        return (
+            f"its kernels were built for XLA FFI {built[0]}.{built[1]}, but the installed jaxlib {jax.lib.__version__} speaks "
+            f"{runtime[0]}.{runtime[1]}; reinstall jax_dma so that it is built against this jaxlib (or upgrade jaxlib)"
+        )
+    return None
+
+
+@functools.cache
+def load(name):
+    """Imports and registers the compiled module of an implementation. None, or why it is unavailable."""
+    try:
+        module = importlib.import_module(f"jax_dma._{name}")
+    except ImportError as error:
+        built = {"cpu": "a C++ compiler", "cuda": "nvcc (set JAX_DMA_CUDA_ARCHS, for example to 90a)"}[name]
+        return f"its kernels were not built with this installation: install from source with {built} ({error})"
+    refusal = refuse_newer(module.ffi_api_version(), runtime_api_version())
+    if refusal is None:
+        for target, handler in module.registrations().items():
+            jax.ffi.register_ffi_target(target, handler, platform=_XLA_PLATFORM[name])
+    return refusal
+
+
+def unsupported(name, call, q, k, v, bias):
+    """Why compiled kernels cannot serve a call with such operands (arrays or their types), or None."""
+    dtypes = _KERNEL_DTYPES[name]
+    if q.dtype.name not in dtypes:
+        return f"it computes in {', '.join(dtypes)}, and q is {q.dtype}"
+    if bias is not None and bias.dtype.name not in ("float32", "bfloat16", "float16"):
+        return f"it takes a bias in float32, bfloat16 or float16, not {bias.dtype}"
+    H, Hv = q.shape[-1], v.shape[-1]
+    if max(H, Hv) > MAX_HEAD_DIM:
+        return f"it serves head dimensions up to {MAX_HEAD_DIM}, and H is {H}, Hv {Hv}"
+    if len(q.shape) - 3 > MAX_BATCH_AXES:
+        return f"it takes at most {MAX_BATCH_AXES} batch axes (vmap included), and q has {len(q.shape) - 3}; reshape them together"
+    if name == "cuda":
+        group, limit = q.shape[-2] // k.shape[-2], TILE_ROWS if max(H, Hv) <= 128 else TILE_ROWS // 2
+        if group > limit:
+            return f"it serves up to {limit} query heads per key head at this head dimension, and G is {group}"
+    return None
+
+
+def choose(platform, call, operands):
+    """The implementation that a call is lowered to on a platform: "cpu", "cuda" or "xla"."""
+    q, k, v, _, bias, _ = call.unflatten(operands)
+    reasons = []
+    for name in call.implementations:
+        if name == "xla":
+            return name
+        if name != platform:
+            reasons.append(f"{name}: it runs on {name}, and this program is being lowered for {platform or 'another platform'}")
+        elif (reason := load(name) or unsupported(name, call, q, k, v, bias)) is not None:
+            reasons.append(f"{name}: {reason}")
+        else:
+            return name
+    raise ValueError("no implementation asked for can serve this call of jax_dma.attention. " + "; ".join(reasons))
+
+
+def _config(call):
+    return dict(
+        has_bits=np.int64(call.visibility[0]),
+        has_intervals=np.int64(call.visibility[3]),
+        has_bias=np.int64(call.has_bias),
+        causal=np.int64(call.causal),
+        want_dbias=np.int64(call.want_dbias),
+        deterministic=np.int64(call.deterministic),
+        scale=np.float32(call.scale),
+        softcap=np.float32(call.softcap),
+    )
+
+
+def _result(shape, dtype, like):
+    """The type of a result, varying over the mesh axes of ``like``."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
+
+
+def _pad_channels(name, x):
+    """Rows of a multiple of 16 bytes, which the CUDA kernels load whole; other head dimensions are copied once."""
+    pad = -x.shape[-1] % 8 if name == "cuda" else 0
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)]) if pad else x
+
+
+def _kernel_head_dim(H, Hv):
+    """The head dimension that the CUDA kernels are compiled for (xla_ffi/cuda/sm80/launch.h)."""
+    return next(n for n in (64, 128, 256) if max(H, Hv) <= n)
+
+
+def forward(name, *operands, call):
+    """out and lse by the kernels of an implementation."""
+    q, k, v, visibility, bias, _ = call.unflatten(operands)
+    rank = q.ndim - 3
+    batch = jnp.broadcast_shapes(*(x.shape[:rank] for x in operands))
+    (T, N, _), Hv = q.shape[-3:], v.shape[-1]
+    q, k, v = (_pad_channels(name, x) for x in (q, k, v))
+    results = [_result((*batch, T, N, v.shape[-1]), q.dtype, q), _result((*batch, T, N), jnp.float32, q)]
+    operands = [x for x in (q, k, v, *visibility, bias) if x is not None]
+    out, lse = jax.ffi.ffi_call("jax_dma_forward", results)(*operands, config=_config(call))
+    return out[..., :Hv], lse
+
+
+def backward(name, *operands, call):
+    """dq, dk, dv and, if asked for, dbias by the kernels of an implementation."""
+    from jax_dma.op import batch_shape, dbias_shape
+
+    q, k, v, visibility, bias, (out, lse, dout, dlse) = call.unflatten(operands)
+    batch = batch_shape(q, operands)
+    H, Hv = q.shape[-1], v.shape[-1]
+    q, k, v, out, dout = (_pad_channels(name, x) for x in (q, k, v, out, dout))
+    results = [_result((*batch, *x.shape[-3:]), x.dtype, q) for x in (q, k, v)]
+    if call.want_dbias:
+        results.append(_result(dbias_shape(call, bias, batch), bias.dtype, q))
+    if name == "cuda":
+        results += _cuda_workspace(q, k, v, bias, call, batch, results)
+    operands = [x for x in (q, k, v, *visibility, bias, out, lse, dout, dlse) if x is not None]
+    gradients = jax.ffi.ffi_call("jax_dma_backward", results)(*operands, config=_config(call))
+    dq, dk, dv, *dbias = gradients[: 3 + call.want_dbias]
+    return [dq[..., :H], dk[..., :H], dv[..., :Hv], *dbias]
+
+
+def _cuda_workspace(q, k, v, bias, call, batch, results):
+    """Scratch results of the CUDA backward pass, so that a handler never allocates (xla_ffi/cuda/sm80/launch.h)."""
+    (T, N, H), K = q.shape[-3:], k.shape[-2]
+    tiles = -(-T // queries_per_tile(N // K))
+    rows = (*batch, K, tiles * TILE_ROWS)
+    head_dim = _kernel_head_dim(H, v.shape[-1])
+    # Per row log-sum-exp and delta; dq in f32; one turn counter per (key/value head, half query tile).
+    scratch = [((*rows, 2), jnp.float32), ((*rows, head_dim), jnp.float32), ((*batch, K, 2 * tiles), jnp.int32)]
+    if call.want_dbias:
+        shape = results[3].shape
+        summed = _dbias_is_summed(shape, batch, T, N, K, k.shape[-3])
+        scratch.append((shape if summed else (0,), jnp.float32))
+    return [_result(shape, dtype, q) for shape, dtype in scratch]
+
+
+def _dbias_is_summed(shape, batch, T, N, K, S):
+    """Whether several tiles add to one element of dbias (then they add in f32)."""
+    return shape != (*batch, N, T, S) and shape != (*batch, K, T, S)

@@ -1,0 +1,370 @@
+"""Masks: which keys each query sees.
+
+A mask is a dense bool array ``[B|1, N|K|1, T|1, S|1]`` or a :class:`KeyIntervals`, the O(S) form in which every key is
+visible to one contiguous run of queries. Causal masks, sliding windows, packed segments and, under a causal rule, the
+``window`` highest-scored keys of every query (dynamic masks) are all of that kind.
+
+Letters: B batch, T query length, S key length, N query heads, K key/value heads. Query ``t`` stands at key position
+``t + (S - T)``, so that the last query sees the last key.
+"""
+
+import dataclasses
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+
+_NEVER = 0  # start and end of a key that nobody sees
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["start", "end"], meta_fields=["live"])
+@dataclasses.dataclass(frozen=True)
+class KeyIntervals:
+    """A mask in O(S) memory: key ``s`` is visible to query ``t`` iff ``start[s] <= t < end[s]``.
+
+    A pytree, so it passes through jit, vmap and scan like an array. Contents are checked by
+    :func:`jax_dma.attention`, not here.
+
+    Attributes:
+      start: int32 ``[*batch|1, N|K|1, S]``, the first query that sees each key.
+      end: int32, the same shape rules, one past the last query that sees each key.
+      live: a static bound, or None if unknown: any ``n`` consecutive queries see at most ``live + n - 1`` keys in all.
+    """
+
+    start: jax.Array
+    end: jax.Array
+    live: int | None = None
+
+    def __and__(self, other):
+        """Visible in both. ``live`` is the smaller bound."""
+        if not isinstance(other, KeyIntervals):
+            return NotImplemented
+        bounds = [x.live for x in (self, other) if x.live is not None]
+        self, other = _same_rank(self, other)
+        return KeyIntervals(
+            jnp.maximum(self.start, other.start), jnp.minimum(self.end, other.end), min(bounds) if bounds else None
+        )
+
+    def dense(self, query_length):
+        """The same mask as a bool array ``[*batch|1, N|K|1, query_length, S]``. O(T * S) memory."""
+        t = jnp.arange(query_length, dtype=jnp.int32)[:, None]
+        start, end = self.start[..., None, :], self.end[..., None, :]
+        t = t.reshape((1,) * (start.ndim - 2) + t.shape)
+        return (start <= t) & (t < end)
+
+
+def _same_rank(a, b):
+    """Left-pads the shapes of two KeyIntervals with axes of size 1, so that they broadcast under any rank rule."""
+    rank = max(a.start.ndim, b.start.ndim)
+    pad = lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape)
+    return tuple(KeyIntervals(pad(x.start), pad(x.end), x.live) for x in (a, b))
+
+
+def _length(name, value, minimum=0):
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a Python integer (it fixes shapes), got {value!r}") from None
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    return value
+
+
+def causal(query_length, key_length):
+    """The causal rule: query ``t`` sees keys ``s <= t + (S - T)``.
+
+    Args:
+      query_length: T.
+      key_length: S.
+
+    Returns:
+      KeyIntervals of shape ``[1, 1, S]``. ``attention(..., is_causal=True)`` is the same and needs no arrays.
+    """
+    T, S = _length("query_length", query_length), _length("key_length", key_length)
+    start = jnp.arange(S, dtype=jnp.int32) - (S - T)
+    return KeyIntervals(jnp.clip(start, 0, T)[None, None], jnp.full((1, 1, S), T, jnp.int32))
+
+
+def sliding_window(query_length, key_length, left, right=0):
+    """A band: the query at key position ``p = t + (S - T)`` sees keys ``p - left`` to ``p + right``, both included.
+
+    Args:
+      query_length: T.
+      key_length: S.
+      left: how many keys before its own position a query sees, at least 0.
+      right: how many keys after its own position a query sees; 0 makes the window causal.
+
+    Returns:
+      KeyIntervals of shape ``[1, 1, S]`` with ``live = left + right + 1``.
+    """
+    T, S = _length("query_length", query_length), _length("key_length", key_length)
+    left, right = _length("left", left), _length("right", right)
+    own = jnp.arange(S, dtype=jnp.int32) - (S - T)  # the query that stands at each key's position
+    # Past S the window is as good as unbounded; this keeps int32 arithmetic from overflowing.
+    left_, right_ = min(left, S + T), min(right, S + T)
+    start, end = jnp.clip(own - right_, 0, T), jnp.clip(own + left_ + 1, 0, T)
+    return KeyIntervals(start[None, None], end[None, None], live=left + right + 1)
+
+
+def lengths(key_lengths, query_length, key_length):
+    """Right padding: only the first ``key_lengths[b]`` keys are visible.
+
+    Args:
+      key_lengths: integers ``[*batch]``.
+      query_length: T.
+      key_length: S.
+
+    Returns:
+      KeyIntervals of shape ``[*batch, 1, S]``.
+    """
+    T, S = _length("query_length", query_length), _length("key_length", key_length)
+    key_lengths = _integers("key_lengths", key_lengths)
+    s = jnp.arange(S, dtype=jnp.int32).reshape((1,) * (key_lengths.ndim + 1) + (S,))
+    end = jnp.where(s < key_lengths[..., None, None], T, _NEVER).astype(jnp.int32)
+    return KeyIntervals(jnp.zeros_like(end), end)
+
+
+def segments(segment_ids, query_length=None):
+    """Packed sequences: a query sees the keys of its own run of equal ids.
+
+    The same id in two separate runs is two segments. An id below 0 is padding: such keys are seen by nobody, and
+    queries at such positions see nothing.
+
+    Args:
+      segment_ids: integers ``[*batch, S]``, one per key.
+      query_length: T, default S. The queries are the last T positions.
+
+    Returns:
+      KeyIntervals of shape ``[*batch, 1, S]``. Combine with ``is_causal=True`` for packed causal training.
+    """
+    segment_ids = _integers("segment_ids", segment_ids)
+    S = segment_ids.shape[-1]
+    T = S if query_length is None else _length("query_length", query_length)
+    first, last = _runs(segment_ids)
+    start, end = jnp.clip(first - (S - T), 0, T), jnp.clip(last - (S - T), 0, T)
+    padding = segment_ids < 0
+    start, end = jnp.where(padding, _NEVER, start), jnp.where(padding, _NEVER, end)
+    return KeyIntervals(start[..., None, :], end[..., None, :])
+
+
+def _integers(name, x):
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got dtype {x.dtype}")
+    return x.astype(jnp.int32)
+
+
+def _runs(ids):
+    """For each element of ``[..., S]`` the bounds [first, last) of its run of equal neighbours."""
+    S, axis = ids.shape[-1], ids.ndim - 1
+    position = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), ids.shape)
+    edge = ids[..., 1:] != ids[..., :-1]
+    true = jnp.ones_like(edge, shape=ids.shape[:-1] + (min(S, 1),))
+    begins, ends = jnp.concatenate([true, edge], -1), jnp.concatenate([edge, true], -1)
+    first = jax.lax.cummax(jnp.where(begins, position, 0), axis=axis)
+    last = jax.lax.cummin(jnp.where(ends, position + 1, S), axis=axis, reverse=True)
+    return first, last
+
+
+def top_k(scores, window, query_length=None, *, is_causal=True, segment_ids=None, valid=None):
+    """Dynamic mask: each query sees the ``window`` highest-scored of the keys that it may see.
+
+    A query may see the keys of its own segment that are not padding and, under ``is_causal``, do not come after it.
+    Ties are broken by the lower key index, NaN scores rank last, and a window at least as large as the number of keys
+    that a query may see keeps them all. Masks carry no gradient: scores learn through ``bias``.
+
+    Under the causal rule a key that ``window`` higher-scored keys have pushed out can never return, because the prefix
+    only grows. So each key is visible to one run of queries, which ends at the position of the ``window``-th key that
+    outranks it: an order statistic over a prefix of the ranked positions, read off a wavelet matrix. O(S log S) time and
+    O(S) memory; no ``[T, S]`` array anywhere.
+
+    Args:
+      scores: float ``[*batch, K, S]``, one score per key (heads may also be N or 1).
+      window: how many keys each query keeps, at least 1.
+      query_length: T, default S. The queries are the last T positions.
+      is_causal: whether a query sees only keys at or before its own position.
+      segment_ids: optional integers ``[*batch, S]`` as in :func:`segments`.
+      valid: optional bool ``[*batch, S]``; keys where it is False are seen by nobody and take no place in the window.
+
+    Returns:
+      KeyIntervals with the shape of ``scores`` and ``live`` set.
+    """
+    scores = jnp.asarray(scores)
+    if not jnp.issubdtype(scores.dtype, jnp.floating):
+        raise TypeError(f"scores must be floating point, got dtype {scores.dtype}")
+    if scores.ndim < 2:
+        raise ValueError(f"scores must have shape [*batch, K, S], got {scores.shape}")
+    window = _length("window", window, minimum=1)
+    S = scores.shape[-1]
+    T = S if query_length is None else _length("query_length", query_length)
+    per_key = scores.shape[:-2] + (S,)
+
+    def operand(name, x):
+        if x is None:
+            return None
+        if x.shape != per_key:
+            raise ValueError(f"{name} must have shape [*batch, S] = {per_key}, got {x.shape}")
+        return jnp.broadcast_to(x[..., None, :], scores.shape).reshape(-1, S)
+
+    valid = operand("valid", None if valid is None else _bools("valid", valid))
+    segment_ids = operand("segment_ids", None if segment_ids is None else _integers("segment_ids", segment_ids))
+    one_row = functools.partial(_top_k_row, window=window, T=T, is_causal=is_causal)
+    start, end = jax.vmap(one_row)(jax.lax.stop_gradient(scores).reshape(-1, S), segment_ids, valid)
+    # Non-causal segments: a query range can straddle two segments, each with `window` keys.
+    live = window if is_causal or segment_ids is None else 2 * window - 1
+    return KeyIntervals(start.reshape(scores.shape), end.reshape(scores.shape), live)
+
+
+def _bools(name, x):
+    x = jnp.asarray(x)
+    if x.dtype != jnp.bool_:
+        raise TypeError(f"{name} must be bool, got dtype {x.dtype}; for a 0/1 array pass `{name} != 0`")
+    return x
+
+
+def _top_k_row(scores, segment_ids, valid, *, window, T, is_causal):
+    """start and end of every key of one row of scores [S]."""
+    S = scores.shape[0]
+    if S == 0:
+        return jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)
+    position = jnp.arange(S, dtype=jnp.int32)
+    eligible = jnp.ones(S, bool) if valid is None else valid
+    if segment_ids is None:
+        first, last = jnp.zeros(S, jnp.int32), jnp.full(S, S, jnp.int32)
+        first_query, last_query = jnp.zeros(S, jnp.int32), jnp.full(S, T, jnp.int32)
+    else:
+        first, last = _runs(segment_ids)
+        eligible = eligible & (segment_ids >= 0)
+        first_query, last_query = jnp.clip(first - (S - T), 0, T), jnp.clip(last - (S - T), 0, T)
+    # Rank within the segment: eligible before not, numbers before NaN, high before low, early before late.
+    nan = jnp.isnan(scores)
+    ineligible = (~eligible).astype(jnp.int32) * 2 + nan.astype(jnp.int32)
+    descending = jnp.where(nan | (scores == 0), jnp.zeros_like(scores), -scores)  # also makes -0 and +0 tie
+    *_, order = jax.lax.sort((first, ineligible, descending, position), num_keys=3, is_stable=True)
+    rank = jnp.zeros(S, jnp.int32).at[order].set(position)
+    outranked_by = rank - first  # how many keys of the segment outrank this one
+
+    if not is_causal:
+        keep = eligible & (outranked_by < window)
+        return jnp.where(keep, first_query, _NEVER), jnp.where(keep, last_query, _NEVER)
+
+    # With fewer than `window` keys above it a key stays to the end of its segment. Otherwise it leaves when the
+    # window-th of the keys above it has come by, or never enters if that was before it.
+    kth = _kth_smallest(order, first, rank, jnp.int32(min(window, S) - 1))
+    leaves = jnp.where(outranked_by >= window, jnp.maximum(kth, position), last)
+    start, end = jnp.clip(position - (S - T), 0, T), jnp.clip(leaves - (S - T), 0, T)
+    return jnp.where(eligible, start, _NEVER), jnp.where(eligible, jnp.maximum(start, end), _NEVER)
+
+
+def _kth_smallest(values, low, high, k):
+    """The k-th smallest (from 0) of ``values[low[i]:high[i]]`` for every i; values are a permutation of 0..S-1.
+
+    A wavelet matrix walked while it is built: one stable partition of the values by each bit, most significant first.
+    The result is unspecified where the range holds fewer than k + 1 values.
+    """
+    S = values.shape[0]
+    position = jnp.arange(S, dtype=jnp.int32)
+    k = jnp.full(S, k, jnp.int32)
+    bits = max(1, (S - 1).bit_length())
+
+    def level(i, carry):
+        values, low, high, k, result = carry
+        shift = bits - 1 - i
+        bit = (values >> shift) & 1
+        zeros_before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(1 - bit, dtype=jnp.int32)])
+        zeros = zeros_before[S]
+        zeros_low, zeros_high = zeros_before[low], zeros_before[high]
+        in_zeros = zeros_high - zeros_low
+        go_right = k >= in_zeros
+        k = jnp.where(go_right, k - in_zeros, k)
+        low = jnp.where(go_right, zeros + low - zeros_low, zeros_low)
+        high = jnp.where(go_right, zeros + high - zeros_high, zeros_high)
+        result = result | (go_right.astype(jnp.int32) << shift)
+        target = jnp.where(bit == 0, zeros_before[:-1], zeros + position - zeros_before[:-1])
+        return jnp.zeros(S, jnp.int32).at[target].set(values), low, high, k, result
+
+    # The carry must be as varying as what feeds it, for shard_map's checker: derive the initial result from `low`.
+    return jax.lax.fori_loop(0, bits, level, (values, low, high, k + 0 * low, 0 * low))[-1]
+
+
+def dense_top_k(bias, window, *, is_causal=False, mask=None):
+    """Dynamic mask from a full score per (query, key): the recipe of the original dynamic-mask attention.
+
+    Each query keeps the ``window`` highest-scored keys among those that it may see. Ties are broken by the lower key
+    index, NaN ranks last, hidden keys are never selected, and a window at least as large as the number of visible keys
+    keeps them all.
+
+    Args:
+      bias: float ``[..., T, S]``, the scores (usually the attention bias itself). No gradient flows through the mask.
+      window: how many keys each query keeps, at least 1.
+      is_causal: hide keys ``s > t + (S - T)``.
+      mask: optional bool that broadcasts against bias; False hides.
+
+    Returns:
+      bool, the shape of bias.
+    """
+    bias = jax.lax.stop_gradient(jnp.asarray(bias))
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"bias must be floating point, got dtype {bias.dtype}")
+    if bias.ndim < 2:
+        raise ValueError(f"bias must have shape [..., T, S], got {bias.shape}")
+    window = _length("window", window, minimum=1)
+    T, S = bias.shape[-2:]
+    index = jax.lax.broadcasted_iota(jnp.int32, bias.shape, bias.ndim - 1)
+    visible = None
+    if is_causal:
+        visible = index <= jax.lax.broadcasted_iota(jnp.int32, bias.shape, bias.ndim - 2) + (S - T)
+    if mask is not None:
+        mask = _bools("mask", mask)
+        mask = mask.reshape((1,) * (bias.ndim - mask.ndim) + mask.shape)
+        mask = jnp.broadcast_to(mask, jnp.broadcast_shapes(bias.shape, mask.shape))
+        if mask.shape != bias.shape:
+            raise ValueError(f"mask must broadcast to bias's shape {bias.shape}, got {mask.shape}")
+        visible = mask if visible is None else visible & mask
+    if window >= S:
+        return jnp.ones_like(bias, dtype=bool) if visible is None else visible
+
+    key, bits = _ordered_bits(bias)
+    if visible is not None:
+        key = jnp.where(visible, key, jnp.zeros_like(key))
+    count = lambda chosen: chosen.sum(-1, keepdims=True, dtype=jnp.int32)
+    # The window-th largest key, bit by bit: the largest threshold that at least `window` keys reach.
+    one = jnp.ones((), key.dtype)
+
+    def raise_threshold(i, threshold):
+        candidate = threshold | (one << (bits - 1 - i).astype(key.dtype))
+        return jnp.where(count(key >= candidate) >= window, candidate, threshold)
+
+    threshold = jax.lax.fori_loop(0, bits, raise_threshold, jnp.zeros_like(key[..., :1]))
+    above, tied = key > threshold, key == threshold
+    room = window - count(above)  # at least 1: how many of the tied keys fit
+    # The index of the last tied key that fits, by the same search from the other end.
+    index_bits = max(1, S.bit_length())
+
+    def raise_cut(i, cut):
+        candidate = cut | (jnp.int32(1) << (index_bits - 1 - i))
+        return jnp.where(count(tied & (index < candidate)) <= room, candidate, cut)
+
+    cut = jax.lax.fori_loop(0, index_bits, raise_cut, jnp.zeros_like(room))
+    chosen = above | (tied & (index < cut))
+    return chosen if visible is None else chosen & visible
+
+
+def _ordered_bits(x):
+    """Unsigned integers that order as x does, and their width. NaN becomes 1 and nothing becomes 0."""
+    bits = jnp.finfo(x.dtype).bits
+    unsigned = jnp.dtype(f"uint{bits}")
+    x = jnp.where(x == 0, jnp.zeros_like(x), x)  # -0 and +0 tie
+    raw = jax.lax.bitcast_convert_type(x, unsigned)
+    sign = jnp.asarray(1 << (bits - 1), unsigned)
+    ordered = jnp.where((raw & sign) != 0, ~raw, raw | sign)
+    return jnp.where(jnp.isnan(x), jnp.ones_like(ordered), ordered), bits
+
+
+def dense_relu(bias):
+    """The mask ``bias > 0`` (NaN hides), a bool array of bias's shape."""
+    bias = jnp.asarray(bias)
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"bias must be floating point, got dtype {bias.dtype}")
+    return jax.lax.stop_gradient(bias) > 0

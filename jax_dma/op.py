@@ -1,0 +1,206 @@
+"""The two primitives, forward and backward, and the custom derivative over them.
+
+Operands are flat: ``q, k, v, *visibility, [bias]`` and for the backward pass ``out, lse, dout, dlse`` after them. Each
+has any number of leading batch axes, the same number for all, each 1 or full; batching adds one more in front and never
+tiles an operand. Which kernel runs is decided when a primitive is lowered, per platform.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jax_dma.implementations import ffi, xla
+from jax_dma.plan import Visibility
+from jax_dma.reference import compute_dtype
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static half of a call."""
+
+    scale: float
+    softcap: float  # 0: none
+    causal: bool
+    deterministic: bool
+    implementations: tuple[str, ...]  # in order of preference
+    visibility: tuple[bool, ...] = ()  # which parts of Visibility are among the operands
+    has_bias: bool = False
+    want_dbias: bool = False  # backward only
+    vmapped: int = 0  # leading axes that batching added: gradients are never summed over them
+
+    def unflatten(self, operands):
+        """(q, k, v, visibility, bias, the rest)."""
+        q, k, v, *rest = operands
+        visibility = Visibility(*(rest.pop(0) if present else None for present in self.visibility))
+        bias = rest.pop(0) if self.has_bias else None
+        return q, k, v, visibility, bias, rest
+
+
+def batch_shape(q, operands):
+    """The full batch shape: every operand is 1 or full along each leading axis."""
+    rank = len(q.shape) - 3
+    return jnp.broadcast_shapes(*(x.shape[:rank] for x in operands))
+
+
+def dbias_shape(call, bias, batch):
+    """bias's shape, but full along the axes that batching added."""
+    return (*batch[: call.vmapped], *bias.shape[call.vmapped :])
+
+
+def _like(aval, shape, dtype):
+    """The type of a result that is sharded as ``aval`` is, axis for axis."""
+    spec = tuple(aval.sharding.spec) + (None,) * (len(aval.shape) - len(aval.sharding.spec))
+    spec = (spec + (None,) * len(shape))[: len(shape)]
+    return aval.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=aval.sharding.update(spec=spec))
+
+
+def _check_varying(operands):
+    """Operands must have been aligned (mesh.align_varying): otherwise gradients would be silently wrong."""
+    varying = {x.manual_axis_type.varying for x in operands}
+    if len(varying) > 1:
+        raise ValueError(f"jax_dma: operands vary over different manual mesh axes: {sorted(map(sorted, varying))}")
+
+
+def _forward_types(*operands, call):
+    _check_varying(operands)
+    q, _, v, *_ = operands
+    batch = batch_shape(q, operands)
+    lse = _like(q, (*batch, *q.shape[-3:-1]), compute_dtype(q.dtype))
+    return [_like(q, (*batch, *q.shape[-3:-1], v.shape[-1]), q.dtype), lse]
+
+
+def _backward_types(*operands, call):
+    _check_varying(operands)
+    q, k, v, _, bias, _ = call.unflatten(operands)
+    batch = batch_shape(q, operands)
+    types = [_like(x, (*batch, *x.shape[-3:]), x.dtype) for x in (q, k, v)]
+    if call.want_dbias:
+        types.append(_like(bias, dbias_shape(call, bias, batch), bias.dtype))
+    return types
+
+
+def _forward_xla(*operands, call):
+    q, k, v, visibility, bias, _ = call.unflatten(operands)
+    return xla.attention(q, k, v, visibility, bias, causal=call.causal, scale=call.scale, softcap=call.softcap)
+
+
+def _backward_xla(*operands, call):
+    q, k, v, visibility, bias, (_, _, dout, dlse) = call.unflatten(operands)
+    batch = batch_shape(q, operands)
+    full = lambda x: jnp.broadcast_to(x, (*batch, *x.shape[-3:]))  # so that each gradient comes out full
+    if call.want_dbias:
+        bias = jnp.broadcast_to(bias, dbias_shape(call, bias, batch))
+    return xla.attention_vjp(
+        *map(full, (q, k, v)), visibility, bias, jnp.broadcast_to(dout, (*batch, *dout.shape[-3:])),
+        jnp.broadcast_to(dlse, (*batch, *dlse.shape[-2:])), want_dbias=call.want_dbias, causal=call.causal,
+        scale=call.scale, softcap=call.softcap,
+    )  # fmt: skip
+
+
+def _make_primitive(name, types, on_xla, on_ffi):
+    primitive = Primitive(f"jax_dma_{name}")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(types)
+
+    @functools.lru_cache(maxsize=None)
+    def compiled(call):
+        return jax.jit(functools.partial(primitive.bind, call=call))
+
+    primitive.def_impl(lambda *operands, call: compiled(call)(*operands))
+
+    def lower(platform, *operands, call):
+        chosen = ffi.choose(platform, call, operands)
+        with jax.named_scope(f"jax_dma.{name}.{chosen}"):
+            return list(on_xla(*operands, call=call) if chosen == "xla" else on_ffi(chosen, *operands, call=call))
+
+    for platform in (None, "cpu", "cuda"):
+        rule = mlir.lower_fun(functools.partial(lower, platform), multiple_results=True)
+        mlir.register_lowering(primitive, rule, **({} if platform is None else {"platform": platform}))
+
+    def batch(operands, dims, *, call):
+        in_front = [x[None] if d is batching.not_mapped else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
+        results = primitive.bind(*in_front, call=dataclasses.replace(call, vmapped=call.vmapped + 1))
+        return results, [0] * len(results)
+
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+forward_p = _make_primitive("forward", _forward_types, _forward_xla, ffi.forward)
+backward_p = _make_primitive("backward", _backward_types, _backward_xla, ffi.backward)
+
+
+def _flatten(call, q, k, v, visibility, bias, *rest):
+    """The call with its operand list described, and the operands."""
+    call = dataclasses.replace(call, visibility=tuple(x is not None for x in visibility), has_bias=bias is not None)
+    return call, [x for x in (q, k, v, *visibility, bias, *rest) if x is not None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(call, q, k, v, visibility, bias):
+    """(out, lse) through the primitives. Operands must vary over the same manual mesh axes."""
+    call, operands = _flatten(call, q, k, v, visibility, bias)
+    return tuple(forward_p.bind(*operands, call=call))
+
+
+def _attend_forward(call, *arguments):
+    bias_perturbed = any(x.perturbed for x in jax.tree.leaves(arguments[-1], is_leaf=lambda x: hasattr(x, "perturbed")))
+    q, k, v, visibility, bias = jax.custom_derivatives.custom_vjp_primal_tree_values(arguments)
+    out, lse = attend(call, q, k, v, visibility, bias)
+    # Named, so that a remat policy can keep them; without that a rematerialised layer runs the kernel twice.
+    out, lse = checkpoint_name(out, "jax_dma_out"), checkpoint_name(lse, "jax_dma_lse")
+    visibility = jax.tree.map(lambda x: checkpoint_name(x, "jax_dma_plan"), visibility)
+    call = dataclasses.replace(call, want_dbias=bias_perturbed)
+    return (out, lse), (call, q, k, v, visibility, bias, out, lse)
+
+
+def _attend_backward(_, residuals, cotangents):
+    call, q, k, v, visibility, bias, out, lse = residuals
+    dout, dlse = (jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents)
+    dout, dlse = _same_mesh_axes(out, dout), _same_mesh_axes(out, dlse)
+    dq, dk, dv, *dbias = attend_gradient(call, q, k, v, visibility, bias, out, lse, dout, dlse)
+    return dq, dk, dv, None, dbias[0] if dbias else None
+
+
+def _same_mesh_axes(like, x):
+    from jax_dma.mesh import vary_over, varying_axes
+
+    return vary_over(x, varying_axes(like))
+
+
+attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_gradient(call, q, k, v, visibility, bias, out, lse, dout, dlse):
+    """(dq, dk, dv[, dbias]) through the backward primitive; its own derivative goes through plain JAX."""
+    call, operands = _flatten(call, q, k, v, visibility, bias, out, lse, dout, dlse)
+    return tuple(backward_p.bind(*operands, call=call))
+
+
+def _gradient_forward(call, *arguments):
+    return attend_gradient(call, *arguments), arguments
+
+
+def _gradient_backward(call, residuals, cotangents):
+    q, k, v, visibility, bias, out, lse, dout, dlse = residuals
+
+    # The gradient as a function of what it depends on; out and lse are functions of the same operands, and the
+    # chain rule through them is in here.
+    def gradient(q, k, v, bias, dout, dlse):
+        described, operands = _flatten(call, q, k, v, visibility, bias, out, lse, dout, dlse)
+        return tuple(_backward_xla(*operands, call=described))
+
+    _, vjp = jax.vjp(gradient, q, k, v, bias, dout, dlse)
+    dq, dk, dv, dbias, ddout, ddlse = vjp(cotangents)
+    return dq, dk, dv, None, dbias, None, None, ddout, ddlse
+
+
+attend_gradient.defvjp(_gradient_forward, _gradient_backward)

@@ -1,0 +1,176 @@
+"""From a mask to what kernels read: packed bits and bitmaps of tiles.
+
+This is the one place in Python that knows what a tile is; ``xla_ffi/common/problem.h`` is the one place in C++. A tile
+is ``queries_per_tile(G)`` queries, all G query heads of one key/value head, and 128 keys. Kernels with other tile
+shapes merge or split these.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_dma.checks import check_dense_mask
+
+KEY_TILE = 128
+TILE_ROWS = 128
+_WORD = 32
+_INT32 = jnp.iinfo(jnp.int32)
+_ALL_ONES = 0xFFFFFFFF
+
+
+def queries_per_tile(group):
+    """The largest power of two q with q * group <= 128; 1 for larger groups."""
+    return 1 << (max(1, TILE_ROWS // group).bit_length() - 1)
+
+
+class Visibility(NamedTuple):
+    """What a kernel is told about the mask; absent parts are None. Shapes as in ``xla_ffi/common/parse.h``."""
+
+    bits: jax.Array | None = None
+    tiles_by_query: jax.Array | None = None
+    tiles_by_key: jax.Array | None = None
+    start: jax.Array | None = None
+    end: jax.Array | None = None
+    bounds: jax.Array | None = None
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["bits", "tiles_by_query", "tiles_by_key"],
+    meta_fields=["query_length", "key_length", "num_heads", "num_kv_heads"],
+)
+@dataclasses.dataclass(frozen=True)
+class MaskPlan:
+    """A dense mask, analysed. Made by :func:`plan`; pass it to :func:`jax_dma.attention` as ``mask``.
+
+    Attributes:
+      bits: uint32 ``[*batch|1, N|K|1, T|1, 4 * ceil(S / 128) | 1]``; bit i of word w is key ``32 * w + i``.
+      tiles_by_query: uint32 ``[*batch|1, K|1, query_tiles|1, 2, ceil(key_tiles / 32) | 1]``: which tiles have a visible
+        position (plane 0), which have no hidden one (plane 1).
+      tiles_by_key: the same, by key tile.
+      query_length, key_length, num_heads, num_kv_heads: T, S, N and K that it was made for.
+    """
+
+    bits: jax.Array
+    tiles_by_query: jax.Array
+    tiles_by_key: jax.Array
+    query_length: int
+    key_length: int
+    num_heads: int
+    num_kv_heads: int
+
+    def dense(self):
+        """The mask as a bool array ``[*batch|1, N|K|1, T|1, S|1]``."""
+        if self.bits.shape[-1] == 1:
+            return (self.bits & 1) != 0
+        return unpack_bits(self.bits, self.key_length)
+
+
+def plan(mask, q, k):
+    """Analyses a dense mask once, for use in many calls with the same shapes.
+
+    ``attention`` does this by itself for every dense mask; a model that uses one mask in all its layers saves the work
+    by doing it once::
+
+        mask = jax_dma.plan(mask, q, k)
+        for layer in layers:
+            x = layer(x, mask)   # attention(q, k, v, mask)
+
+    Args:
+      mask: bool ``[*batch|1, N|K|1, T|1, S|1]``.
+      q: an array ``[*batch, T, N, H]``, or anything with its shape (``jax.ShapeDtypeStruct``).
+      k: an array ``[*batch, S, K, H]``, or anything with its shape.
+
+    Returns:
+      A :class:`MaskPlan`, to be passed to ``attention`` as ``mask``.
+    """
+    check_dense_mask(mask, q.shape, k.shape)
+    (T, N), (S, K) = q.shape[-3:-1], k.shape[-3:-1]
+    with jax.named_scope("jax_dma.plan"):
+        bits = pack_bits(mask) if mask.shape[-1] > 1 else jnp.where(mask, jnp.uint32(_ALL_ONES), jnp.uint32(0))
+        seen, full = _tile_classes(bits, T, S, N, K)
+        return MaskPlan(bits, _tile_map(seen, full), _tile_map(*(jnp.swapaxes(x, -1, -2) for x in (seen, full))), T, S, N, K)
+
+
+def pack_bits(mask):
+    """bool [..., S] to uint32 [..., 4 * ceil(S / 128)], hidden past S."""
+    mask = _pad_last(mask, KEY_TILE, False)
+    words = mask.reshape(mask.shape[:-1] + (-1, _WORD)).astype(jnp.uint32)
+    return _sum_bits(words)
+
+
+def unpack_bits(bits, length):
+    """uint32 [..., words] to bool [..., length]."""
+    shift = jnp.arange(_WORD, dtype=jnp.uint32).reshape((1,) * bits.ndim + (_WORD,))
+    mask = ((bits[..., None] >> shift) & 1) != 0
+    return mask.reshape(bits.shape[:-1] + (-1,))[..., :length]
+
+
+def _sum_bits(words):
+    """0/1 uint32 [..., 32] to uint32 [...]."""
+    shift = jnp.arange(_WORD, dtype=jnp.uint32).reshape((1,) * (words.ndim - 1) + (_WORD,))
+    return jnp.sum(words << shift, axis=-1, dtype=jnp.uint32)
+
+
+def _pad_last(x, multiple, value):
+    pad = -x.shape[-1] % multiple
+    return x if pad == 0 else jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)], constant_values=value)
+
+
+def _tile_classes(bits, T, S, N, K):
+    """Whether each tile has a visible position, and whether it has no hidden one: bool [*batch, K|1, tiles|1, tiles|1]."""
+    *batch, heads, rows, words = bits.shape
+    queries = queries_per_tile(N // K)
+    # Past S the bits are 0; a tile is full if every bit before S is set.
+    expected = pack_bits(jnp.ones(S, bool)) if words > 1 else jnp.asarray([_ALL_ONES], jnp.uint32)
+    expected = expected.reshape((1,) * (bits.ndim - 1) + (-1,))
+    seen, full = bits != 0, bits == expected
+    if words > 1:  # four words make a key tile
+        seen = seen.reshape(seen.shape[:-1] + (-1, KEY_TILE // _WORD)).any(-1)
+        full = full.reshape(full.shape[:-1] + (-1, KEY_TILE // _WORD)).all(-1)
+    if rows > 1:
+        pad = [(0, 0)] * (seen.ndim - 2) + [(0, -rows % queries), (0, 0)]
+        tiled = lambda x: x.reshape(x.shape[:-2] + (-1, queries, x.shape[-1]))
+        seen = tiled(jnp.pad(seen, pad, constant_values=False)).any(-2)
+        full = tiled(jnp.pad(full, pad, constant_values=True)).all(-2)
+    if heads not in (1, K):  # one tile holds all heads of a group
+        grouped = lambda x: x.reshape((*batch, K, N // K) + x.shape[-2:])
+        seen, full = grouped(seen).any(-3), grouped(full).all(-3)
+    return seen, full
+
+
+def _tile_map(seen, full):
+    """Two bitmaps over the last axis, [..., tiles, 2, words]. An axis of size 1 becomes a word of equal bits."""
+    planes = jnp.stack([seen, full], axis=-2)
+    if planes.shape[-1] == 1:
+        return jnp.where(planes, jnp.uint32(_ALL_ONES), jnp.uint32(0))
+    planes = _pad_last(planes, _WORD, False)
+    return _sum_bits(planes.reshape(planes.shape[:-1] + (-1, _WORD)).astype(jnp.uint32))
+
+
+def interval_bounds(start, end, N, K):
+    """Per key tile: smallest start and largest end over non-empty intervals, largest start, smallest end.
+
+    Args:
+      start, end: int32 [*batch, N|K|1, S].
+
+    Returns:
+      int32 [*batch, K|1, 4, ceil(S / 128)].
+    """
+    *batch, heads, S = start.shape
+
+    def reduce(x, padding, reducer):
+        x = _pad_last(x, KEY_TILE, padding)
+        x = x.reshape((*batch, heads, -1, KEY_TILE))
+        x = reducer(x, -1)
+        return x if heads in (1, K) else reducer(x.reshape((*batch, K, N // K) + x.shape[-1:]), -2)
+
+    empty = start >= end
+    smallest_start = reduce(jnp.where(empty, _INT32.max, start), _INT32.max, jnp.min)
+    largest_end = reduce(jnp.where(empty, _INT32.min, end), _INT32.min, jnp.max)
+    largest_start = reduce(jnp.where(empty, _INT32.max, start), _INT32.min, jnp.max)
+    smallest_end = reduce(jnp.where(empty, _INT32.min, end), _INT32.max, jnp.min)
+    return jnp.stack([smallest_start, largest_end, largest_start, smallest_end], axis=-2)
