@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dma.plan import KEY_TILE, TILE_ROWS, queries_per_tile
+from jax_dma.plan import TILE_ROWS, queries_per_tile
 
 PLATFORMS = {"cpu": ("cpu",), "cuda": ("cuda", "pallas", "xla"), None: ("xla",)}
 _XLA_PLATFORM = {"cpu": "cpu", "cuda": "CUDA"}
 _KERNEL_DTYPES = {"cpu": ("float32", "bfloat16", "float16"), "cuda": ("bfloat16", "float16")}
 MAX_HEAD_DIM = 256
 MAX_BATCH_AXES = 6  # xla_ffi/common/problem.h
-EMPTY = 0
 
 
 def runtime_api_version():
@@ -58,15 +57,16 @@ def unsupported(name, call, q, k, v, bias):
     dtypes = _KERNEL_DTYPES[name]
     if q.dtype.name not in dtypes:
         return f"it computes in {', '.join(dtypes)}, and q is {q.dtype}"
-    if bias is not None and bias.dtype.name not in ("float32", "bfloat16", "float16"):
-        return f"it takes a bias in float32, bfloat16 or float16, not {bias.dtype}"
+    bias_dtypes = ("float32", "bfloat16", "float16") if name == "cpu" else ("float32", q.dtype.name)
+    if bias is not None and bias.dtype.name not in bias_dtypes:
+        return f"it takes a bias in {' or '.join(bias_dtypes)} with q in {q.dtype}, and bias is {bias.dtype}"
     H, Hv = q.shape[-1], v.shape[-1]
     if max(H, Hv) > MAX_HEAD_DIM:
         return f"it serves head dimensions up to {MAX_HEAD_DIM}, and H is {H}, Hv {Hv}"
     if len(q.shape) - 3 > MAX_BATCH_AXES:
         return f"it takes at most {MAX_BATCH_AXES} batch axes (vmap included), and q has {len(q.shape) - 3}; reshape them together"
     if name == "cuda":
-        group, limit = q.shape[-2] // k.shape[-2], TILE_ROWS if max(H, Hv) <= 128 else TILE_ROWS // 2
+        group, limit = q.shape[-2] // k.shape[-2], 64 if max(H, Hv) <= 128 else 32
         if group > limit:
             return f"it serves up to {limit} query heads per key head at this head dimension, and G is {group}"
     return None
@@ -155,8 +155,8 @@ def _cuda_workspace(q, k, v, bias, call, batch, results):
     tiles = -(-T // queries_per_tile(N // K))
     rows = (*batch, K, tiles * TILE_ROWS)
     head_dim = _kernel_head_dim(H, v.shape[-1])
-    # Per row log-sum-exp and delta; dq in f32; one turn counter per (key/value head, half query tile).
-    scratch = [((*rows, 2), jnp.float32), ((*rows, head_dim), jnp.float32), ((*batch, K, 2 * tiles), jnp.int32)]
+    # Per row log-sum-exp and delta; dq in f32; turn counters, one for each part of a query tile.
+    scratch = [((*rows, 2), jnp.float32), ((*rows, head_dim), jnp.float32), ((*batch, K, 4 * tiles), jnp.int32)]
     if call.want_dbias:
         shape = results[3].shape
         summed = _dbias_is_summed(shape, batch, T, N, K, k.shape[-3])
@@ -166,4 +166,7 @@ def _cuda_workspace(q, k, v, bias, call, batch, results):
 
 def _dbias_is_summed(shape, batch, T, N, K, S):
     """Whether several tiles add to one element of dbias (then they add in f32)."""
-    return shape != (*batch, N, T, S) and shape != (*batch, K, T, S)
+    *dbias_batch, heads, rows, cols = shape
+    # One block owns all queries of a key tile, and all heads of a group.
+    owned = heads == K if rows == 1 else heads in (K, N)
+    return not (tuple(dbias_batch) == tuple(batch) and owned and cols == S)

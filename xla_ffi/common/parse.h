@@ -79,44 +79,43 @@ class Parser {
 
     const int64_t N = p_.N, K = p_.K, T = p_.T, S = p_.S;
     const int64_t words = 4 * p_.key_tiles;
-    if (!array("q", q, {T, N, p_.H}, Heads::kSecond, &p_.q)) return error_;
-    if (!array("k", k, {S, K, p_.H}, Heads::kSecondShared, &p_.k)) return error_;
-    if (!array("v", v, {S, K, p_.Hv}, Heads::kSecondShared, &p_.v)) return error_;
+    const ffi::DataType type = q.element_type();
+    if (!array("q", q, type, {T, N, p_.H}, Heads::kSecond, &p_.q)) return error();
+    if (!array("k", k, type, {S, K, p_.H}, Heads::kSecondShared, &p_.k)) return error();
+    if (!array("v", v, type, {S, K, p_.Hv}, Heads::kSecondShared, &p_.v)) return error();
     size_t next = 3;
     if (config_.has_bits) {
-      if (!mask_like("bits", next++, ffi::DataType::U32, T, words, &p_.bits)) return error_;
-      if (!tile_map("tiles_by_query", next++, p_.query_tiles, ceil_div(p_.key_tiles, kTilesPerWord), &p_.tiles_by_query, &p_.tiles_by_query_plane)) return error_;
-      if (!tile_map("tiles_by_key", next++, p_.key_tiles, ceil_div(p_.query_tiles, kTilesPerWord), &p_.tiles_by_key, &p_.tiles_by_key_plane)) return error_;
+      if (!mask_like("bits", next++, ffi::DataType::U32, T, words, &p_.bits)) return error();
+      if (!tile_map("tiles_by_query", next++, p_.query_tiles, ceil_div(p_.key_tiles, kTilesPerWord), &p_.tiles_by_query, &p_.tiles_by_query_plane)) return error();
+      if (!tile_map("tiles_by_key", next++, p_.key_tiles, ceil_div(p_.query_tiles, kTilesPerWord), &p_.tiles_by_key, &p_.tiles_by_key_plane)) return error();
     }
     if (config_.has_intervals) {
-      if (!key_vector("start", next++, &p_.start) || !key_vector("end", next++, &p_.end)) return error_;
-      if (!tile_bounds("bounds", next++, &p_.bounds)) return error_;
+      if (!key_vector("start", next++, &p_.start) || !key_vector("end", next++, &p_.end)) return error();
+      if (!tile_bounds("bounds", next++, &p_.bounds)) return error();
     }
     ffi::DataType bias_type = ffi::DataType::F32;
     if (config_.has_bias) {
       bias_type = args_.get<ffi::AnyBuffer>(next)->element_type();
       if (!element_type(bias_type, &p_.bias_dtype)) return fail("bias must be f32, bf16 or f16");
-      if (!mask_like("bias", next++, bias_type, T, S, &p_.bias)) return error_;
+      if (!mask_like("bias", next++, bias_type, T, S, &p_.bias)) return error();
     }
     if (backward) {
-      if (!array("out", *args_.get<ffi::AnyBuffer>(next++), {T, N, p_.Hv}, Heads::kSecond, &p_.out)) return error_;
-      if (!array("lse", *args_.get<ffi::AnyBuffer>(next++), {T, N}, Heads::kSecond, &p_.lse)) return error_;
-      if (!array("dout", *args_.get<ffi::AnyBuffer>(next++), {T, N, p_.Hv}, Heads::kSecond, &p_.dout)) return error_;
-      if (!array("dlse", *args_.get<ffi::AnyBuffer>(next++), {T, N}, Heads::kSecond, &p_.dlse)) return error_;
-      if (!array("dq", result(0), {T, N, p_.H}, Heads::kSecond, &p_.dq, true)) return error_;
-      if (!array("dk", result(1), {S, K, p_.H}, Heads::kSecondShared, &p_.dk, true)) return error_;
-      if (!array("dv", result(2), {S, K, p_.Hv}, Heads::kSecondShared, &p_.dv, true)) return error_;
+      if (!array("out", *args_.get<ffi::AnyBuffer>(next++), type, {T, N, p_.Hv}, Heads::kSecond, &p_.out)) return error();
+      if (!array("lse", *args_.get<ffi::AnyBuffer>(next++), ffi::DataType::F32, {T, N}, Heads::kSecond, &p_.lse)) return error();
+      if (!array("dout", *args_.get<ffi::AnyBuffer>(next++), type, {T, N, p_.Hv}, Heads::kSecond, &p_.dout)) return error();
+      if (!array("dlse", *args_.get<ffi::AnyBuffer>(next++), ffi::DataType::F32, {T, N}, Heads::kSecond, &p_.dlse)) return error();
+      if (!array("dq", result(0), type, {T, N, p_.H}, Heads::kSecond, &p_.dq, true)) return error();
+      if (!array("dk", result(1), type, {S, K, p_.H}, Heads::kSecondShared, &p_.dk, true)) return error();
+      if (!array("dv", result(2), type, {S, K, p_.Hv}, Heads::kSecondShared, &p_.dv, true)) return error();
       if (config_.want_dbias) {
         const ffi::AnyBuffer dbias = result(3);
         if (dbias.element_type() != bias_type) return fail("dbias must have bias's dtype");
-        if (!mask_like_buffer("dbias", dbias, bias_type, T, S, &p_.dbias)) return error_;
+        if (!mask_like_buffer("dbias", dbias, bias_type, T, S, &p_.dbias)) return error();
       }
     } else {
-      if (!array("out", result(0), {T, N, p_.Hv}, Heads::kSecond, &p_.out, true)) return error_;
-      if (!array("lse", result(1), {T, N}, Heads::kSecond, &p_.lse, true)) return error_;
+      if (!array("out", result(0), type, {T, N, p_.Hv}, Heads::kSecond, &p_.out, true)) return error();
+      if (!array("lse", result(1), ffi::DataType::F32, {T, N}, Heads::kSecond, &p_.lse, true)) return error();
     }
-    for (const char* name : {"out", "lse"})
-      if ((name[0] == 'l' ? lse_type_ : out_type_) != (name[0] == 'l' ? ffi::DataType::F32 : q.element_type())) return fail(std::string(name) + " has the wrong dtype");
     merge_batch_axes();
     if (too_many_axes_) return fail("more than " + std::to_string(kMaxBatchDims) + " batch axes that cannot be merged; reshape them together");
     return p_;
@@ -127,9 +126,10 @@ class Parser {
 
   ffi::Unexpected<ffi::Error> fail(const std::string& message) { return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kInvalidArgument, "jax_dma: " + message)); }
   bool reject(const std::string& message) {
-    error_ = fail(message);
+    rejected_ = message;
     return false;
   }
+  ffi::Unexpected<ffi::Error> error() { return fail(rejected_); }
 
   ffi::AnyBuffer result(size_t i) { return **rets_.get<ffi::AnyBuffer>(i); }
 
@@ -156,13 +156,12 @@ class Parser {
   }
 
   // [*batch, length, heads(, channels)]
-  bool array(const char* name, const ffi::AnyBuffer& buffer, std::vector<int64_t> expected, Heads heads, View* view, bool must_be_full = false) {
+  bool array(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, std::vector<int64_t> expected, Heads heads, View* view, bool must_be_full = false) {
     const auto dims = buffer.dimensions();
+    if (buffer.element_type() != type) return reject(std::string(name) + " has the wrong dtype");
     if (dims.size() != rank_ + expected.size() || !std::equal(expected.begin(), expected.end(), dims.begin() + rank_))
       return reject(std::string(name) + " has shape " + shape_text(dims) + ", expected [*batch, ...] with trailing " + shape_text({expected.data(), expected.size()}));
     const int64_t channels = expected.size() == 3 ? expected[2] : 1;
-    if (std::string(name) == "lse") lse_type_ = buffer.element_type();
-    if (std::string(name) == "out") out_type_ = buffer.element_type();
     view->data = buffer.untyped_data();
     view->col = 1, view->row = expected[1] * channels;
     view->kv = heads == Heads::kSecond ? p_.G * channels : channels;
@@ -264,8 +263,7 @@ class Parser {
   size_t rank_ = 0;
   std::vector<int64_t> full_, sizes_;
   std::vector<std::pair<View*, std::vector<int64_t>>> pending_;  // views into p_, to receive merged strides
-  ffi::DataType lse_type_ = ffi::DataType::F32, out_type_ = ffi::DataType::F32;
-  ffi::ErrorOr<Problem> error_ = ffi::Unexpected(ffi::Error(ffi::ErrorCode::kInternal, "jax_dma: no error recorded"));
+  std::string rejected_;  // why the last operand was not accepted
   bool too_many_axes_ = false;
 };
 

@@ -99,6 +99,9 @@ struct Problem {
 // The element offset of (batch, key/value head, head of the group) in a view.
 JAX_DMA_HOST_DEVICE int64_t offset_of(const Problem& p, const View& view, int64_t batch, int64_t kv_head, int64_t g) {
   int64_t offset = kv_head * view.kv + g * view.group;
+#ifdef __CUDACC__
+#pragma unroll 1
+#endif
   for (int axis = p.batch_rank - 1; axis >= 0; --axis) {
     offset += (batch % p.batch_size[axis]) * view.batch[axis];
     batch /= p.batch_size[axis];

@@ -38,8 +38,8 @@ struct RowState {
 class ForwardWorker {
  public:
   explicit ForwardWorker(const Problem& p)
-      : p_(p), width_(p), logits_(p), q_(kTileRows * width_.qk), k_(kKeyTile * width_.qk), k_transposed_(width_.qk * kTileStride),
-        v_(kKeyTile * width_.v), x_(kTileRows * kTileStride), out_(kTileRows * width_.v) {}
+      : p_(p), width_(p), logits_(p), q_(kTileRows * width_.qk), k_(kKeyTile * width_.qk),
+        k_transposed_(width_.qk * kTileStride), v_(kKeyTile * width_.v), x_(kTileRows * kTileStride), out_(kTileRows * width_.v) {}
 
   // Rows [first_row, first_row + rows) of a query tile against the live key tiles of a range.
   void attend(Pair pair, int64_t query_tile, int first_row, int rows, Range key_tiles, RowState state) {
@@ -56,17 +56,17 @@ class ForwardWorker {
       kernel.transpose(k_.get(), width_.qk, kKeyTile, width_.qk, k_transposed_.get(), kTileStride);
       kernel.matmul(rows, columns.size(), p_.H, q_.get(), width_.qk, 1, k_transposed_.get() + columns.first, kTileStride,
                     x_.get() + columns.first, kTileStride, false);
-      kernel.softmax(logits_.rows(), rows, logits_.options(), columns, x_.get(), state.max, state.sum, state.out, width_.v);
+      kernel.softmax(logits_.rows(), rows, logits_.options(), columns, x_.get(), state.max, state.sum, state.out,
+                     width_.v);
       kernel.matmul(rows, width_.v, columns.size(), x_.get() + columns.first, kTileStride, 1,
                     v_.get() + columns.first * width_.v, width_.v, state.out, width_.v, true);
     });
   }
 
   void finish(Pair pair, int64_t query_tile, int first_row, int rows, RowState state) {
-    const int64_t out_base = offset_of(p_, p_.out, pair.batch, pair.kv, 0), lse_base = offset_of(p_, p_.lse, pair.batch, pair.kv, 0);
-    int64_t query = queries_of(p_, query_tile).first + first_row / p_.G;
-    int g = first_row % p_.G;
-    for (int r = 0; r < rows; ++r) {
+    const int64_t out_base = offset_of(p_, p_.out, pair.batch, pair.kv, 0);
+    const int64_t lse_base = offset_of(p_, p_.lse, pair.batch, pair.kv, 0);
+    for_each_row(p_, query_tile, first_row, rows, [&](int r, int64_t query, int g) {
       float* row = state.out + r * width_.v;
       const bool sees_nothing = state.sum[r] == 0;  // the greatest logit alone adds 1
       if (sees_nothing) std::fill_n(row, width_.v, 0.0f);
@@ -74,8 +74,7 @@ class ForwardWorker {
       kernels().narrow(p_.dtype, row, p_.Hv, element(p_.out, p_.dtype, out_base + query * p_.out.row + g * p_.out.group));
       static_cast<float*>(p_.lse.data)[lse_base + query * p_.lse.row + g * p_.lse.group] =
           sees_nothing ? -kInfinity : state.max[r] + std::log(state.sum[r]);
-      if (++g == p_.G) g = 0, ++query;
-    }
+    });
   }
 
   // Adds the state of another key range to `into`.
@@ -109,14 +108,15 @@ void forward(const Problem& p, const Pool& pool) {
   const int64_t blocks = p.B * p.K * p.query_tiles * row_blocks;
   if (blocks == 0) return;
 
-  // Under causal the last query tiles see the most keys; they go first, so that no thread is left with one at the end.
+  // Heads one after the other, so that threads share keys in the cache. Under causal the last query tiles see the most
+  // keys; they go first, so that no thread is left with one at the end.
   const auto locate = [&](int64_t block, auto visit) {
     const int64_t row_block = block % row_blocks, rest = block / row_blocks;
-    const int64_t query_tile = p.query_tiles - 1 - rest / (p.B * p.K);
+    const int64_t query_tile = p.query_tiles - 1 - rest % p.query_tiles;
     const Range queries = queries_of(p, query_tile);
     const int64_t first_row = row_block * kTileRows;
     const int64_t rows = std::min<int64_t>(kTileRows, (queries.last - queries.first) * p.G - first_row);
-    if (rows > 0) visit(pair_at(p, rest % (p.B * p.K)), query_tile, static_cast<int>(first_row), static_cast<int>(rows));
+    if (rows > 0) visit(pair_at(p, rest / p.query_tiles), query_tile, static_cast<int>(first_row), static_cast<int>(rows));
   };
 
   const int64_t ranges = std::max<int64_t>(1, std::min(ceil_div(kEnoughPieces, blocks), p.key_tiles / kLeastTilesOfARange));

@@ -1,5 +1,7 @@
 // The XLA FFI handlers of the host kernels.
 #include <exception>
+#include <functional>
+#include <string>
 #include <utility>
 
 #include "../common/parse.h"
@@ -8,14 +10,16 @@
 namespace jax_dma::cpu {
 namespace {
 
-ffi::Error run(bool is_backward, ffi::ThreadPool threads, const Config& config, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+ffi::Error run(bool is_backward, ffi::ThreadPool threads, const Config& config, ffi::RemainingArgs args,
+               ffi::RemainingRets rets) {
   const ffi::ErrorOr<Problem> problem = Parser(config, args, rets).parse(is_backward);
   if (problem.has_error()) return problem.error();
   const Pool pool = {threads.num_threads(), [&](std::function<void()> task) { threads.Schedule(std::move(task)); }};
   try {
     (is_backward ? backward : forward)(*problem, pool);
   } catch (const std::exception& error) {
-    return ffi::Error::Internal(std::string("jax_dma: ") + (is_backward ? "backward" : "forward") + " failed: " + error.what());
+    const std::string pass = is_backward ? "backward" : "forward";
+    return ffi::Error::Internal("jax_dma: the " + pass + " pass failed: " + error.what());
   }
   return ffi::Error::Success();
 }

@@ -17,7 +17,7 @@
 #if defined(__aarch64__)
 #define SIMD_BLOCK_ROWS 12  // 24 accumulators of 32 registers
 #else
-#define SIMD_BLOCK_ROWS 6  // 12 accumulators of 16 registers
+#define SIMD_BLOCK_ROWS 4  // 8 accumulators of 16 registers: without FMA the products need some too
 #endif
 #include "simd_kernels.inc"
 

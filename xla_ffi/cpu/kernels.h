@@ -47,7 +47,8 @@ struct Kernels {
   // n elements of f32 to another type, rounded to nearest even.
   void (*narrow)(DType to, const float* source, int64_t n, void* target);
   // target[columns, rows] = source[rows, columns]; rows and columns are multiples of 4.
-  void (*transpose)(const float* source, int64_t ld_source, int64_t rows, int64_t columns, float* target, int64_t ld_target);
+  void (*transpose)(const float* source, int64_t ld_source, int64_t rows, int64_t columns, float* target,
+                    int64_t ld_target);
 
   // One step of the online softmax. x [rows, kTileStride] holds q.k and receives exp(logits - row_max); row_max, row_sum
   // and out [rows, out_width] are brought to the new maximum.

@@ -37,7 +37,9 @@ class Buffer {
 inline int64_t size_of(DType type) { return type == DType::kF32 ? 4 : 2; }
 
 // The address of an element of a view whose elements are of `type`.
-inline char* element(const View& view, DType type, int64_t offset) { return static_cast<char*>(view.data) + offset * size_of(type); }
+inline char* element(const View& view, DType type, int64_t offset) {
+  return static_cast<char*>(view.data) + offset * size_of(type);
+}
 
 // A (batch entry, key/value head): what one query tile attends within.
 struct Pair {
@@ -50,12 +52,34 @@ struct Range {
   bool empty() const { return first >= last; }
 };
 
-// The queries and the rows of a query tile.
+// The positions of a tile.
 inline Range queries_of(const Problem& p, int64_t query_tile) {
   const int64_t queries = queries_per_tile(p.G);
   return {query_tile * queries, std::min(p.T, (query_tile + 1) * queries)};
 }
-inline Range keys_of(const Problem& p, int64_t key_tile) { return {key_tile * kKeyTile, std::min(p.S, (key_tile + 1) * kKeyTile)}; }
+inline Range keys_of(const Problem& p, int64_t key_tile) {
+  return {key_tile * kKeyTile, std::min(p.S, (key_tile + 1) * kKeyTile)};
+}
+
+// A query tile is worked on kTileRows rows at a time; only a group of more than kTileRows heads needs more than one step.
+template <class Visit>
+void for_each_row_block(const Problem& p, int64_t query_tile, Visit visit) {
+  const Range queries = queries_of(p, query_tile);
+  const int64_t rows = (queries.last - queries.first) * p.G;
+  for (int64_t first = 0; first < rows; first += kTileRows)
+    visit(static_cast<int>(first), static_cast<int>(std::min<int64_t>(kTileRows, rows - first)));
+}
+
+// visit(row of the block, query, head of the group) for `rows` rows of a query tile.
+template <class Visit>
+void for_each_row(const Problem& p, int64_t query_tile, int first_row, int rows, Visit visit) {
+  int64_t query = queries_of(p, query_tile).first + first_row / p.G;
+  int g = first_row % p.G;
+  for (int r = 0; r < rows; ++r) {
+    visit(r, query, g);
+    if (++g == p.G) g = 0, ++query;
+  }
+}
 
 // The tiles of one (batch, key/value head) that may hold a visible position: the ones that the dense mask's bitmaps, the
 // bounds of the intervals and the causal rule all admit. Such a tile is full where all of them call it so.
@@ -131,7 +155,8 @@ class LiveTiles {
   int64_t bound(Bound which, int64_t key_tile) const { return bounds_[which * p_.bounds.row + key_tile]; }
 
   bool is_full(Range queries, int64_t key_tile) const {
-    if (bounds_ && (bound(kLargestStart, key_tile) > queries.first || bound(kSmallestEnd, key_tile) < queries.last)) return false;
+    if (bounds_ && bound(kLargestStart, key_tile) > queries.first) return false;
+    if (bounds_ && bound(kSmallestEnd, key_tile) < queries.last) return false;
     return !p_.causal || keys_of(p_, key_tile).last - 1 <= queries.first + p_.causal_offset();
   }
 
@@ -144,7 +169,8 @@ class LiveTiles {
 // How to form the logits of one tile, row by row: LogitsRow for `rows` rows from `first_row` of a query tile.
 class TileLogits {
  public:
-  explicit TileLogits(const Problem& p) : p_(p), options_{p.scale, p.softcap}, bias_(p.bias.present() ? kTileRows * kKeyTile : 0) {
+  explicit TileLogits(const Problem& p)
+      : p_(p), options_{p.scale, p.softcap}, bias_(p.bias.present() ? kTileRows * kKeyTile : 0) {
     if (p.start.present()) ends_.resize(2 * kKeyTile * interval_heads());
   }
 
@@ -160,9 +186,7 @@ class TileLogits {
     if (columns_.first >= columns_.last) return false;
     columns_ = {columns_.first / kPad * kPad, static_cast<int>(round_up(columns_.last, kPad))};
 
-    int64_t query = queries.first + first_row / p_.G;
-    int g = first_row % p_.G;
-    for (int r = 0; r < rows; ++r) {
+    for_each_row(p_, query_tile, first_row, rows, [&](int r, int64_t query, int g) {
       LogitsRow& row = rows_[r];
       row = {};
       row.query = static_cast<int32_t>(query);
@@ -172,9 +196,8 @@ class TileLogits {
         row.start = starts_[p_.start.group ? g : 0];
         row.end = stops_[p_.end.group ? g : 0];
       }
-      if (p_.bias.present()) row.bias = load_bias(pair, query, g, keys, r, first_row);
-      if (++g == p_.G) g = 0, ++query;
-    }
+      if (p_.bias.present()) row.bias = load_bias(pair, query, g, keys, r);
+    });
     return true;
   }
 
@@ -197,7 +220,8 @@ class TileLogits {
     starts_.resize(heads), stops_.resize(heads);
     for (int64_t g = 0; g < heads; ++g) {
       const auto at = [&](const View& view, int32_t* padded) {
-        const int32_t* from = static_cast<const int32_t*>(view.data) + offset_of(p_, view, pair.batch, pair.kv, g) + keys.first;
+        const int32_t* from = static_cast<const int32_t*>(view.data) + offset_of(p_, view, pair.batch, pair.kv, g) +
+                              keys.first;
         if (count == kKeyTile) return from;
         std::fill(std::copy(from, from + count, padded), padded + kKeyTile, 0);
         return static_cast<const int32_t*>(padded);
@@ -211,7 +235,8 @@ class TileLogits {
   void trim_to_intervals(Range queries) {
     const auto seen = [&](int column) {
       for (size_t g = 0; g < starts_.size(); ++g)
-        if (std::max<int64_t>(starts_[g][column], queries.first) < std::min<int64_t>(stops_[g][column], queries.last)) return true;
+        if (std::max<int64_t>(starts_[g][column], queries.first) < std::min<int64_t>(stops_[g][column], queries.last))
+          return true;
       return false;
     };
     while (columns_.first < columns_.last && !seen(columns_.first)) ++columns_.first;
@@ -219,17 +244,17 @@ class TileLogits {
   }
 
   const uint32_t* load_words(Pair pair, int64_t query, int g, int64_t key_tile, int r) {
-    const uint32_t* from = static_cast<const uint32_t*>(p_.bits.data) + offset_of(p_, p_.bits, pair.batch, pair.kv, g) + query * p_.bits.row;
+    const uint32_t* from = static_cast<const uint32_t*>(p_.bits.data) + offset_of(p_, p_.bits, pair.batch, pair.kv, g) +
+                           query * p_.bits.row;
     if (p_.bits.col) return from + key_tile * kWords;
     std::fill_n(words_[r], kWords, *from);
     return words_[r];
   }
 
-  const float* load_bias(Pair pair, int64_t query, int g, Range keys, int r, int first_row) {
+  const float* load_bias(Pair pair, int64_t query, int g, Range keys, int r) {
     // Rows that share their bias share the copy.
     if (r > 0 && p_.bias.group == 0 && (g > 0 || p_.bias.row == 0)) return rows_[r - 1].bias;
     if (r >= p_.G && p_.bias.row == 0) return rows_[r - p_.G].bias;
-    (void)first_row;
     const int64_t offset = offset_of(p_, p_.bias, pair.batch, pair.kv, g) + query * p_.bias.row + keys.first * p_.bias.col;
     const char* from = element(p_.bias, p_.bias_dtype, offset);
     const int64_t count = keys.last - keys.first;
@@ -257,15 +282,14 @@ class TileLogits {
   std::vector<const int32_t*> starts_, stops_;   // per head of the group, or one for all
 };
 
-// Rows `first_row` .. of a query tile, from an operand shaped like q or out: target [rows, padded width].
-inline void load_query_rows(const Problem& p, const View& view, Pair pair, int64_t query_tile, int first_row, int rows, int64_t width, float* target) {
+// Rows of an operand shaped like q or out: target [rows, padded width].
+inline void load_query_rows(const Problem& p, const View& view, Pair pair, int64_t query_tile, int first_row, int rows,
+                            int64_t width, float* target) {
   const int64_t padded = round_up(width, kPad), base = offset_of(p, view, pair.batch, pair.kv, 0);
-  int64_t query = queries_of(p, query_tile).first + first_row / p.G;
-  int g = first_row % p.G;
-  for (int r = 0; r < rows; ++r) {
-    kernels().widen(p.dtype, element(view, p.dtype, base + query * view.row + g * view.group), width, target + r * padded, padded);
-    if (++g == p.G) g = 0, ++query;
-  }
+  for_each_row(p, query_tile, first_row, rows, [&](int r, int64_t query, int g) {
+    const char* from = element(view, p.dtype, base + query * view.row + g * view.group);
+    kernels().widen(p.dtype, from, width, target + r * padded, padded);
+  });
 }
 
 // A tile of k or v: target [kKeyTile, padded width], zero past S.
@@ -275,15 +299,6 @@ inline void load_key_rows(const Problem& p, const View& view, Pair pair, int64_t
   for (int64_t s = keys.first; s < keys.last; ++s, target += padded)
     kernels().widen(p.dtype, element(view, p.dtype, base + s * view.row), width, target, padded);
   std::fill_n(target, (kKeyTile - (keys.last - keys.first)) * padded, 0.0f);
-}
-
-// A query tile is worked on kTileRows rows at a time; only a group of more than kTileRows heads needs more than one step.
-template <class Visit>
-void for_each_row_block(const Problem& p, int64_t query_tile, Visit visit) {
-  const Range queries = queries_of(p, query_tile);
-  const int64_t rows = (queries.last - queries.first) * p.G;
-  for (int64_t first = 0; first < rows; first += kTileRows)
-    visit(static_cast<int>(first), static_cast<int>(std::min<int64_t>(kTileRows, rows - first)));
 }
 
 }  // namespace jax_dma::cpu

@@ -1,0 +1,119 @@
+# make help
+#
+# Everything happens in .venv, which is made on first use and brought up to date when something it depends on changed.
+# The package is installed there in editable form: changes in jax_dma/ count at once, changes in xla_ffi/ are compiled.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PY := $(VENV)/bin/python
+
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo yes)
+ifeq ($(GPU),yes)
+  # CUDA 13 needs driver 580.
+  JAX ?= jax[$(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader | awk -F. '{print $$1 >= 580 ? "cuda13" : "cuda12"; exit}')]
+  WORKERS ?= 4
+  export XLA_PYTHON_CLIENT_PREALLOCATE ?= false
+else
+  JAX ?= jax
+  WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 8 ? n : 8)))
+endif
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+NATIVE := CMakeLists.txt pyproject.toml $(shell find cmake xla_ffi -type f)
+SETTINGS := $(JAX) gpu=$(GPU) cuda=$(JAX_DMA_CUDA) archs=$(JAX_DMA_CUDA_ARCHS) nvcc=$(CUDACXX)$(CUDA_HOME)
+
+.DEFAULT_GOAL := help
+.PHONY: help install test demo bench lint clean FORCE
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo      train a small language model with dynamic-mask and with full attention, and compare them'
+	@echo 'make test      run the test suite (ARGS="-k name -x" goes to pytest, WORKERS=n sets the processes)'
+	@echo 'make bench     measure forward and backward against the other attention implementations installed'
+	@echo 'make install   only make $(VENV) and build the package in it; then $(VENV)/bin/python -m jax_dma tells what works'
+	@echo 'make lint      run ruff'
+	@echo 'make clean     remove $(VENV) and build/'
+	@echo
+	@echo 'PYTHON=...     the Python (3.11 or newer) that $(VENV) is made from, now $(PYTHON)'
+	@echo 'JAX_DMA_CUDA_ARCHS=80,90a   build the CUDA kernels for these GPUs even where none is visible; JAX_DMA_CUDA=OFF: never'
+
+test: install
+	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+demo: install
+	$(PY) examples/demo.py $(ARGS)
+
+bench: install
+	$(PY) benchmarks/forward_performance.py $(ARGS)
+	$(PY) benchmarks/backward_performance.py $(ARGS)
+
+lint: install
+	@$(VENV)/bin/ruff --version >/dev/null 2>&1 || $(PY) -m pip install -qq ruff
+	$(VENV)/bin/ruff check . $(ARGS)
+
+install: $(VENV)/installed
+
+clean:
+	rm -rf $(VENV) build
+
+# The rest makes .venv: Python, then packages, then this package.
+
+define CHECK_PYTHON
+import os, shutil, sys, sysconfig
+def need(what, how):
+    sys.exit("jax_dma needs %s; %s" % (what, how))
+if sys.version_info < (3, 11):
+    need("Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0], "name another one: make PYTHON=python3.12 ...")
+try:
+    import ensurepip, venv
+except ImportError:
+    need("Python's venv with ensurepip", "install it (Debian and Ubuntu: apt install python3-venv)")
+if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+    need("Python's headers", "install them (Debian and Ubuntu: apt install python3-dev)")
+if not any(map(shutil.which, filter(None, [os.environ.get("CXX", "").split(" ")[0], "c++", "g++", "clang++"]))):
+    need("a C++17 compiler", "install one (Debian and Ubuntu: apt install g++), or set CXX")
+endef
+export CHECK_PYTHON
+
+define REQUIREMENTS
+import sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    settings = tomllib.load(file)
+extras = settings["project"]["optional-dependencies"]
+build = [r for r in settings["build-system"]["requires"] if not r.startswith("jaxlib")] + ["cmake", "ninja"]
+run = settings["project"]["dependencies"] + extras["test"] + extras["demo"] + extras["bench"]
+print(*dict.fromkeys(build if sys.argv[1] == "build" else run), sep="\n")
+endef
+export REQUIREMENTS
+
+$(PY):
+	@command -v $(PYTHON) >/dev/null || { echo 'jax_dma needs Python 3.11 or newer, and there is no $(PYTHON); name another one: make PYTHON=python3.12 ...' >&2; exit 1; }
+	@$(PYTHON) -c "$$CHECK_PYTHON"
+	@echo '==> making $(VENV) with '"$$($(PYTHON) --version)"
+	@$(PYTHON) -m venv --clear $(VENV)
+
+# Rewritten only when it changes, so that what depends on it is.
+$(VENV)/settings: FORCE | $(PY)
+	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
+
+$(VENV)/packages: pyproject.toml $(VENV)/settings | $(PY)
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'jax_dma needs Python 3.11 or newer, and $(VENV) has '"$$($(PY) --version)"'; run make clean' >&2; exit 1; }
+	@$(PY) -c "$$REQUIREMENTS" build > $(VENV)/requirements-build.txt
+	@$(PY) -c "$$REQUIREMENTS" run > $(VENV)/requirements-run.txt
+	@echo '==> [1/4] build tools'
+	@$(PY) -m pip install -qq -r $(VENV)/requirements-build.txt
+	@echo '==> [2/4] $(JAX)'
+	@$(PY) -m pip install -qq '$(JAX)>=0.10'
+	@echo '==> [3/4] flax, pytest and what else tests, demo and benchmarks use'
+	@$(PY) -m pip install -qq -r $(VENV)/requirements-run.txt
+	@touch $@
+
+# Against the jaxlib that is there: pip's isolated environment would download a second one for each build.
+$(VENV)/installed: $(NATIVE) $(VENV)/packages
+	@echo '==> [4/4] jax_dma (compiling; the log is $(VENV)/install.log)'
+	@$(PY) -m pip install -v --no-build-isolation --no-deps -e . > $(VENV)/install.log 2>&1 || { tail -n 60 $(VENV)/install.log; exit 1; }
+	@sed -n 's/^ *-- jax_dma: /    /p' $(VENV)/install.log
+	@touch $@
+
+FORCE:

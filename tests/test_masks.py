@@ -1,0 +1,277 @@
+"""Every mask builder against its definition, by brute force in NumPy."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dma import KeyIntervals, masks
+
+LENGTHS = [(9, 9), (5, 12), (12, 5), (1, 6), (6, 1)]  # (T, S)
+
+
+def positions(T, S):
+    """Key position of each query, as a column, and of each key, as a row."""
+    return np.arange(T)[:, None] + (S - T), np.arange(S)[None, :]
+
+
+def runs(ids):
+    """For each position the number of its run of equal ids; -1 for padding."""
+    number = np.cumsum(np.concatenate([[0], ids[1:] != ids[:-1]]))
+    return np.where(ids < 0, -1, number)
+
+
+def same_run(ids, T):
+    """[T, S]: whether query t stands in the run of key s; queries before the first key stand nowhere."""
+    S = len(ids)
+    number = runs(ids)
+    p = np.arange(T) + (S - T)
+    of_query = np.where(p < 0, -1, number[np.maximum(p, 0)])
+    return (of_query[:, None] == number[None, :]) & (number[None, :] >= 0)
+
+
+def sorted_keys(scores, eligible):
+    """The eligible keys, best first: high scores first, ties by the lower index, NaN last. -0 ties with +0."""
+    keys = np.flatnonzero(eligible)
+    return sorted(keys, key=lambda s: (np.isnan(scores[s]), 0.0 if np.isnan(scores[s]) else -scores[s] + 0.0, s))
+
+
+def kept(scores, window, may_see):
+    """[T, S]: the ``window`` best of the keys that each query may see; scores [S] or [T, S]."""
+    T, S = may_see.shape
+    scores = np.broadcast_to(np.asarray(scores, np.float64), (T, S))
+    result = np.zeros((T, S), bool)
+    for t in range(T):
+        result[t, sorted_keys(scores[t], may_see[t])[:window]] = True
+    return result
+
+
+def assert_live_is_a_bound(seen, live):
+    """Any n consecutive queries see at most live + n - 1 keys in all."""
+    T = seen.shape[0]
+    for first, last in itertools.combinations(range(T + 1), 2):
+        assert seen[first:last].any(0).sum() <= live + (last - first) - 1
+
+
+def nasty_scores(rng, shape, dtype=np.float32):
+    """Few distinct values, so many ties; NaN, infinities and both zeros among them."""
+    values = np.array([0.0, -0.0, 1.0, 1.0, -1.0, 2.5, np.inf, -np.inf, np.nan, 3.0], dtype)
+    return np.where(rng.random(shape) < 0.8, rng.choice(values, shape), rng.standard_normal(shape).astype(dtype)).astype(dtype)
+
+
+def random_ids(rng, rows, S):
+    """Runs of equal ids, some ids repeated in separate runs, some negative."""
+    changes = rng.random((rows, S)) < 0.25
+    values = rng.integers(-1, 3, (rows, S))
+    return np.stack([v[np.maximum.accumulate(np.where(c, np.arange(S), 0))] for v, c in zip(values, changes)]).astype(np.int32)
+
+
+@pytest.mark.parametrize("T, S", LENGTHS + [(0, 4), (4, 0)])
+def test_causal(T, S):
+    """Query t sees keys s <= t + (S - T) (CASES 12)."""
+    p, s = positions(T, S)
+    assert np.array_equal(masks.causal(T, S).dense(T)[0, 0], s <= p)
+
+
+@pytest.mark.parametrize("T, S", LENGTHS)
+@pytest.mark.parametrize("left, right", [(0, 0), (1, 0), (3, 0), (0, 1), (2, 3), (0, 100), (100, 0), (2**31, 2**40)])
+def test_sliding_window(T, S, left, right):
+    """Both ends included, neither edge off by one, windows beyond S and beyond int32 too (CASES 8)."""
+    p, s = positions(T, S)
+    mask = masks.sliding_window(T, S, left, right)
+    seen = (p - left <= s) & (s <= p + right)
+    assert np.array_equal(mask.dense(T)[0, 0], seen)
+    assert mask.live == left + right + 1
+    assert_live_is_a_bound(seen, mask.live)
+
+
+def test_the_window_of_the_fault():
+    """T 2048, S 2080, and a window that is causal on its right: query t sees exactly 64 keys (CASES 8)."""
+    p, s = positions(2048, 2080)
+    seen = np.asarray(masks.sliding_window(2048, 2080, 63).dense(2048)[0, 0])
+    assert np.array_equal(seen, (p - 63 <= s) & (s <= p)) and (seen[63:].sum(-1) == 64).all()
+
+
+def test_lengths():
+    key_lengths = np.array([[0, 3], [7, 9]])
+    mask = masks.lengths(key_lengths, 4, 7)
+    assert mask.start.shape == (2, 2, 1, 7)
+    seen = np.arange(7) < key_lengths[..., None]
+    assert np.array_equal(mask.dense(4), np.broadcast_to(seen[:, :, None, None, :], (2, 2, 1, 4, 7)))
+
+
+@pytest.mark.parametrize("T, S", [(14, 14), (6, 14), (17, 14), (1, 1)])
+def test_segments(T, S):
+    """A run of equal ids is a segment, the same id in two runs is two, a negative id is padding."""
+    ids = random_ids(np.random.default_rng(0), 40, S)
+    seen = masks.segments(ids, T).dense(T)
+    assert seen.shape == (40, 1, T, S)
+    for row, expected in zip(seen[:, 0], ids):
+        assert np.array_equal(row, same_run(expected, T))
+
+
+def test_segments_by_hand():
+    seen = np.asarray(masks.segments(jnp.array([7, 7, -1, 7, 2])).dense(5)[0])
+    assert seen.astype(int).tolist() == [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [0] * 5, [0, 0, 0, 1, 0], [0, 0, 0, 0, 1]]
+
+
+TOP_K = [  # T, S, window, segments, valid
+    (19, 19, 1, False, False),
+    (19, 19, 4, False, False),
+    (19, 19, 19, False, True),
+    (19, 19, 4, True, False),
+    (11, 19, 3, False, False),
+    (11, 19, 3, True, True),
+    (24, 19, 5, True, False),
+    (24, 19, 2, False, True),
+    (16, 16, 40, True, True),
+    (1, 33, 6, False, False),
+    (3, 1, 1, True, True),
+]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("T, S, window, segmented, padded", TOP_K)
+def test_top_k(T, S, window, segmented, padded, is_causal):
+    """The `window` best of the keys that a query may see, with ties, zeros of both signs, NaN, infinities and padding;
+    the bound `live` holds."""
+    rng = np.random.default_rng(window)
+    rows = 40
+    scores = nasty_scores(rng, (rows, 2, S))
+    segment_ids = random_ids(rng, rows, S) if segmented else None
+    valid = rng.random((rows, S)) < 0.7 if padded else None
+    build = jax.jit(lambda *x: masks.top_k(x[0], window, T, is_causal=is_causal, segment_ids=x[1], valid=x[2]))
+    mask = build(scores, segment_ids, valid)
+    assert mask.live == (2 * window - 1 if segmented and not is_causal else window)
+    seen = np.asarray(mask.dense(T))
+    p, s = positions(T, S)
+    for row, head in np.ndindex(rows, 2):
+        may_see = np.broadcast_to(s <= p if is_causal else np.array(True), (T, S))
+        if segmented:
+            may_see = may_see & same_run(segment_ids[row], T)
+        if padded:
+            may_see = may_see & valid[row]
+        assert np.array_equal(seen[row, head], kept(scores[row, head], window, may_see)), (row, head)
+    for row in range(8):
+        assert_live_is_a_bound(seen[row, 0], mask.live)
+
+
+def test_top_k_is_one_mask_per_head_and_batch_axis():
+    scores = np.random.default_rng(0).standard_normal((2, 3, 4, 10)).astype(np.float32)
+    together = masks.top_k(scores, 3)
+    assert together.start.shape == scores.shape
+    alone = masks.top_k(scores[1, 2], 3)
+    assert np.array_equal(together.start[1, 2], alone.start) and np.array_equal(together.end[1, 2], alone.end)
+    mapped = jax.vmap(jax.vmap(lambda x: masks.top_k(x, 3)))(scores)
+    assert np.array_equal(together.start, mapped.start) and np.array_equal(together.end, mapped.end) and mapped.live == 3
+
+
+def test_top_k_of_lower_precision_scores():
+    scores = jnp.asarray(nasty_scores(np.random.default_rng(2), (1, 3, 21)), jnp.bfloat16)
+    p, s = positions(21, 21)
+    for head, seen in enumerate(np.asarray(masks.top_k(scores, 4).dense(21)[0])):
+        assert np.array_equal(seen, kept(np.asarray(scores[0, head], np.float64), 4, s <= p))
+
+
+def test_top_k_then_window():
+    """`&` intersects: top-k first, then the window; live is the smaller of the two."""
+    scores = np.random.default_rng(3).standard_normal((2, 1, 20)).astype(np.float32)
+    top, window = masks.top_k(scores, 6), masks.sliding_window(20, 20, 3)
+    both = top & window
+    assert both.live == 4
+    assert np.array_equal(both.dense(20), np.asarray(top.dense(20)) & np.asarray(window.dense(20)))
+    assert (window & masks.causal(20, 20)).live == 4 and (masks.causal(20, 20) & masks.causal(20, 20)).live is None
+    with pytest.raises(TypeError):
+        top & np.ones((20, 20), bool)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("T, S, window, is_causal, masked", [(7, 13, 4, False, False), (13, 13, 4, True, False), (7, 13, 5, True, True)]
+                         + [(6, 13, 1, False, True), (7, 13, 13, True, True), (5, 8, 30, False, False), (9, 4, 2, True, False)])  # fmt: skip
+def test_dense_top_k(dtype, T, S, window, is_causal, masked):
+    """The original recipe: `window` best of what is visible in each row, ties by the lower index, NaN last."""
+    rng = np.random.default_rng(4)
+    scores = nasty_scores(rng, (5, 2, T, S)).astype(jnp.dtype(dtype))
+    mask = rng.random((5, 1, T, S)) < 0.6 if masked else None
+    chosen = jax.jit(lambda x, m: masks.dense_top_k(x, window, is_causal=is_causal, mask=m))(scores, mask)
+    assert chosen.shape == scores.shape and chosen.dtype == jnp.bool_
+    p, s = positions(T, S)
+    for b, n in np.ndindex(5, 2):
+        may_see = np.broadcast_to(s <= p if is_causal else np.array(True), (T, S))
+        may_see = may_see & mask[b, 0] if masked else may_see
+        assert np.array_equal(chosen[b, n], kept(scores[b, n].astype(np.float64), window, may_see)), (b, n)
+
+
+def test_dense_top_k_in_double_precision():
+    with jax.enable_x64(True):
+        scores = 1 + np.array([[3.0, 1.0, 2.0, 1.0]]) * 2.0**-50
+        assert np.array_equal(masks.dense_top_k(scores, 2), [[True, False, True, False]])
+
+
+def test_dense_top_k_agrees_with_top_k_on_one_score_per_key():
+    scores = nasty_scores(np.random.default_rng(5), (2, 2, 30))
+    dense = masks.dense_top_k(np.broadcast_to(scores[..., None, :], (2, 2, 30, 30)), 7, is_causal=True)
+    assert np.array_equal(masks.top_k(scores, 7).dense(30), dense)
+
+
+def test_dense_relu():
+    bias = jnp.array([0.0, -0.0, 1e-30, -1.0, np.nan, np.inf, -np.inf])
+    assert masks.dense_relu(bias).tolist() == [False, False, True, False, False, True, False]
+
+
+def test_masks_carry_no_gradient():
+    """Builders stop gradients: scores learn through the bias."""
+    scores = jnp.linspace(0.1, 1, 8)
+
+    def loss(scores):
+        shown = [masks.top_k(scores[None, None], 2).dense(8), masks.dense_top_k(scores[None], 2), masks.dense_relu(scores)]
+        return sum((x * scores).sum() for x in shown)
+
+    weights = jax.grad(loss)(scores)
+    by_hand = np.asarray(masks.top_k(scores[None, None], 2).dense(8))[0, 0].sum(0) + np.array([1.0] * 6 + [2.0] * 2)
+    np.testing.assert_array_equal(weights, by_hand)
+
+
+def test_a_mask_is_a_pytree():
+    """Through jit, vmap, scan and tree.map, and equal after a round trip."""
+    mask = masks.sliding_window(6, 6, 2)
+    back = jax.jit(lambda m: m)(mask)
+    assert isinstance(back, KeyIntervals) and back.live == 3 and np.array_equal(back.start, mask.start)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), mask, masks.sliding_window(6, 6, 2))
+    dense = jax.vmap(lambda m: m.dense(6))(stacked)
+    assert dense.shape == (2, 1, 1, 6, 6)
+    _, scanned = jax.lax.scan(lambda carry, m: (carry, m.dense(6)), None, stacked)
+    assert np.array_equal(dense, scanned)
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda: masks.causal(-1, 4), ValueError, ["query_length", "-1"]),
+    (lambda: masks.causal(4, 4.0), TypeError, ["key_length", "4.0"]),
+    (lambda: masks.sliding_window(4, 4, -1), ValueError, ["left", "-1"]),
+    (lambda: masks.sliding_window(4, 4, 1, jnp.float32(2)), TypeError, ["right"]),
+    (lambda: masks.lengths(np.array([1.0]), 4, 4), TypeError, ["key_lengths", "float32"]),
+    (lambda: masks.segments(np.array([True])), TypeError, ["segment_ids", "bool"]),
+    (lambda: masks.top_k(np.zeros((1, 4), np.int32), 2), TypeError, ["scores", "int32"]),
+    (lambda: masks.top_k(np.zeros(4, np.float32), 2), ValueError, ["scores", "(4,)"]),
+    (lambda: masks.top_k(np.zeros((1, 4), np.float32), 0), ValueError, ["window", "0"]),
+    (lambda: masks.top_k(np.zeros((1, 4), np.float32), 2, valid=np.ones(4, np.int32)), TypeError, ["valid", "int32", "!= 0"]),
+    (lambda: masks.top_k(np.zeros((1, 4), np.float32), 2, valid=np.ones((2, 4), bool)), ValueError, ["valid", "(2, 4)", "(4,)"]),
+    (lambda: masks.top_k(np.zeros((1, 4), np.float32), 2, segment_ids=np.ones(5, int)), ValueError, ["segment_ids", "(5,)"]),
+    (lambda: masks.dense_top_k(np.zeros((4, 4), bool), 2), TypeError, ["bias", "bool"]),
+    (lambda: masks.dense_top_k(np.zeros(4, np.float32), 2), ValueError, ["bias", "(4,)"]),
+    (lambda: masks.dense_top_k(np.zeros((4, 4), np.float32), 0), ValueError, ["window"]),
+    (lambda: masks.dense_top_k(np.zeros((4, 4), np.float32), 2, mask=np.ones((4, 4), np.float32)), TypeError, ["mask", "!= 0"]),
+    (lambda: masks.dense_top_k(np.zeros((4, 4), np.float32), 2, mask=np.ones((2, 4, 4), bool)), ValueError, ["mask", "(4, 4)"]),
+    (lambda: masks.dense_relu(np.zeros(4, np.int32)), TypeError, ["bias", "int32"]),
+])  # fmt: skip
+def test_a_rejected_argument_is_named(call, error, words):
+    with pytest.raises(error) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_traced_window_is_a_type_error():
+    with pytest.raises(TypeError, match="window"):
+        jax.jit(lambda w: masks.top_k(jnp.zeros((1, 4)), w).start)(2)

@@ -1,0 +1,136 @@
+"""The plan of a dense mask: packed bits and tile classes against brute force."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_dma
+from cases import PATTERNS, Case, make, per_query_head
+from jax_dma.plan import interval_bounds, pack_bits, queries_per_tile, unpack_bits
+from support import check, fit
+
+KEY_TILE = 128
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 127, 128, 129, 300])
+def test_bits_round_trip(length):
+    mask = np.random.default_rng(length).random((2, 3, length)) < 0.5
+    bits = np.asarray(pack_bits(mask))
+    assert bits.dtype == np.uint32 and bits.shape == (2, 3, 4 * -(-length // KEY_TILE))
+    assert np.array_equal(unpack_bits(bits, length), mask)
+    for key in {0, length // 2, length - 1}:  # bit i of word w is key 32 * w + i
+        assert np.array_equal((bits[..., key // 32] >> (key % 32)) & 1, mask[..., key])
+    assert not np.asarray(unpack_bits(bits, bits.shape[-1] * 32))[..., length:].any()
+
+
+@pytest.mark.parametrize("group, queries", [(1, 128), (2, 64), (3, 32), (4, 32), (5, 16), (7, 16), (8, 16), (128, 1), (200, 1)])
+def test_queries_per_tile(group, queries):
+    assert queries_per_tile(group) == queries
+
+
+def classes(case, mask, queries):
+    """[*batch, K, query tiles, key tiles], seen and full, by looking at every tile of the mask in full."""
+    full_shape = (*case.batch, case.N, case.T, case.S)
+    mask = np.broadcast_to(per_query_head(case, mask), full_shape)
+    mask = mask.reshape(*case.batch, case.K, case.N // case.K, case.T, case.S)
+    rows, columns = range(0, case.T, queries), range(0, case.S, KEY_TILE)
+    of = lambda reduce: np.stack(
+        [np.stack([reduce(mask[..., i : i + queries, j : j + KEY_TILE], (-3, -2, -1)) for j in columns], -1) for i in rows], -2
+    )
+    return of(np.any), of(np.all)
+
+
+def bitmap(words, plane, outer, inner, case):
+    """A tile map as bool [*batch, K, outer, inner], its broadcast axes filled in."""
+    words = np.asarray(words)[..., plane, :]
+    if words.shape[-1] == 1 and inner > 32:
+        words = np.repeat(words, -(-inner // 32), -1)
+    bits = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+    bits = bits.reshape(bits.shape[:-2] + (-1,))[..., :inner].astype(bool)
+    return np.broadcast_to(bits, (*case.batch, case.K, outer, inner))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_tile_classes(pattern):
+    """Tiles that have a visible position, and tiles that have no hidden one, in both directions."""
+    case = Case((2,), 100, 300, 8, 2, 8, mask=pattern)
+    queries = queries_per_tile(4)
+    rng = np.random.default_rng(1)
+    mask = make(case).mask
+    # Whole tiles of each class.
+    for index in np.ndindex(mask.shape[:-2]):
+        for i in range(0, mask.shape[-2], queries):
+            for j in range(0, mask.shape[-1], KEY_TILE):
+                kind = rng.integers(3)
+                if kind < 2:
+                    mask[index][i : i + queries, j : j + KEY_TILE] = bool(kind)
+    plan = jax.jit(lambda m: jax_dma.plan(m, *shapes(case)))(mask)
+    assert np.array_equal(plan.dense(), mask)
+    seen, full = classes(case, mask, queries)
+    query_tiles, key_tiles = seen.shape[-2:]
+    for plane, expected in enumerate((seen, full)):
+        assert np.array_equal(bitmap(plan.tiles_by_query, plane, query_tiles, key_tiles, case), expected)
+        by_key = bitmap(plan.tiles_by_key, plane, key_tiles, query_tiles, case)
+        assert np.array_equal(np.swapaxes(by_key, -1, -2), expected)
+
+
+def shapes(case):
+    struct = lambda length, heads: jax.ShapeDtypeStruct((*case.batch, length, heads, case.H), jnp.float32)
+    return struct(case.T, case.N), struct(case.S, case.K)
+
+
+def test_more_tiles_than_a_word_has_bits():
+    case = Case((1,), 10, 35 * KEY_TILE + 3, 1, 1, 8, mask="11TS")
+    mask = np.zeros((1, 1, case.T, case.S), bool)
+    mask[..., 33 * KEY_TILE + 5] = True
+    mask[..., 34 * KEY_TILE : 35 * KEY_TILE] = True
+    plan = jax_dma.plan(mask, *shapes(case))
+    seen, full = classes(case, mask, 128)
+    assert np.array_equal(bitmap(plan.tiles_by_query, 0, 1, 36, case), seen) and seen.sum() == 2
+    assert np.array_equal(bitmap(plan.tiles_by_query, 1, 1, 36, case), full) and full.sum() == 1
+
+
+@pytest.mark.parametrize("heads", ["1", "K", "N"])
+def test_interval_bounds(heads):
+    """Per key tile: smallest start and largest end of what is not empty, largest start and smallest end for fullness."""
+    case = Case((2,), 60, 300, 4, 2, 8, mask="B" + heads)
+    start, end = make(case).mask
+    end[:, :, 128:256] = start[:, :, 128:256]  # a tile that nobody sees
+    bounds = np.asarray(interval_bounds(start, end, case.N, case.K))
+    assert bounds.shape == (2, case.K if heads != "1" else 1, 4, 3)
+    group = case.N // case.K if heads == "N" else 1
+    for b, head, tile in np.ndindex(2, bounds.shape[1], 3):
+        part = np.s_[b, head * group : (head + 1) * group, tile * 128 : (tile + 1) * 128]
+        a, z = start[part], end[part]
+        first, last, latest, earliest = bounds[b, head, :, tile]
+        live = a < z
+        if not live.any():
+            assert first > last  # no query at all
+            continue
+        assert (first, last) == (a[live].min(), z[live].max())
+        for t in range(case.T):
+            everywhere = ((a <= t) & (t < z)).all()
+            assert (latest <= t < earliest) == everywhere
+
+
+def test_one_plan_serves_many_layers(implementation):
+    """Made once outside, passed as the mask of two calls: the same results as from the mask."""
+    case = fit(Case((2,), 70, 150, 4, 2, 16, mask="1KTS", bias="11TS"), implementation)
+    inputs = make(case)
+    call = lambda mask: lambda q, k, v: jax_dma.attention(
+        jax_dma.attention(q, k, v, mask, implementation=implementation), k, v, mask, implementation=implementation
+    )
+    by_mask = jax.jit(call(inputs.mask))(*inputs[:3])
+    by_plan = jax.jit(lambda q, k, v, plan: call(plan)(q, k, v))(*inputs[:3], jax_dma.plan(inputs.mask, *inputs[:2]))
+    assert np.array_equal(by_mask, by_plan)
+
+
+def test_planning_inside_jit(implementation):
+    """A plan of a mask that is computed in the same program."""
+    case = fit(Case((2,), 70, 150, 4, 2, 16, mask="1KTS"), implementation)
+    inputs = make(case)
+    check(implementation, case.with_(plan=True), inputs)
+    inside = jax.jit(lambda q, k, v, m: jax_dma.attention(q, k, v, jax_dma.plan(m, q, k), implementation=implementation))
+    outside = jax.jit(lambda q, k, v, m: jax_dma.attention(q, k, v, m, implementation=implementation))
+    assert np.array_equal(inside(*inputs[:4]), outside(*inputs[:4]))

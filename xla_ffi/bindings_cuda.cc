@@ -1,0 +1,24 @@
+// Python module `_cuda`: capsules of the CUDA handlers, and what they were built for.
+#include <nanobind/nanobind.h>
+
+#include <sstream>
+
+#include "cuda/handlers.h"
+
+namespace nb = nanobind;
+
+NB_MODULE(_cuda, module) {
+  module.def("registrations", [] {
+    nb::dict handlers;
+    handlers["jax_dma_forward"] = nb::capsule(reinterpret_cast<void*>(jax_dma::cuda::forward_handler));
+    handlers["jax_dma_backward"] = nb::capsule(reinterpret_cast<void*>(jax_dma::cuda::backward_handler));
+    return handlers;
+  });
+  module.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
+  module.def("architectures", [] {
+    nb::list list;
+    std::stringstream names(JAX_DMA_CUDA_ARCH_LIST);
+    for (std::string name; std::getline(names, name, ',');) list.append(nb::cast(name.c_str()));
+    return nb::tuple(list);
+  });
+}

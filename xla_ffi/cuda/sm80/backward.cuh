@@ -1,0 +1,528 @@
+// Backward attention with mma.sync and cp.async, for compute capability 8.0 and newer.
+//
+// One block per (tile of kKeys keys, key/value head, batch entry). It walks the query tiles that see its keys, all G
+// heads of the group in each, and so owns dk, dv and its columns of dbias:
+//
+//   s = q k^T, p = exp2(logits - lse)       dp = dout v^T, ds = p (dp - delta)
+//   dv += p^T dout, dk += ds^T q            dq += ds k (f32, added in device memory), dbias = ds summed over what was broadcast
+//
+// p and ds go through shared memory in 16 bits, so that warps can share the second products out differently.
+//
+//   shape       rows x keys  stages  warps  shared memory: k, v + stages (q, dout) + p, ds
+//   64          64 x 128     2       8      32 + 32 + 32 = 96 KB
+//   128         64 x 128     2       8      64 + 64 + 32 = 160 KB
+//   128 small   64 x 64      1       8      32 + 32 + 16 = 80 KB
+//   256         32 x 64      2       8      64 + 64 + 8 = 136 KB
+//   256 small   32 x 32      1       4      32 + 32 + 8 = 72 KB
+// "small" is for devices with 99 KB a block (8.6, 8.9, 12.0). A bias tile is staged where p and ds will be. dq is kept in
+// fragment order, so that a warp's additions are contiguous; a kernel after this one puts it in order.
+#pragma once
+
+#include "../live_tiles.cuh"
+#include "logits.cuh"
+#include "tile.cuh"
+
+namespace jax_dma::sm80 {
+
+// kSM x kSN warps share out s and dp, kKM x kKN dk and dv, kQM x kQN dq.
+template <int kRows_, int kKeys_, int kStages_, int kWarps_, int kSM_, int kKM_, int kQM_, int kHeadDim>
+struct BackwardShapeOf {
+  static constexpr int kRows = kRows_, kKeys = kKeys_, kStages = kStages_, kWarps = kWarps_, kThreads = 32 * kWarps_;
+  static constexpr int kSM = kSM_, kSN = kWarps / kSM_, kKM = kKM_, kKN = kWarps / kKM_, kQM = kQM_, kQN = kWarps / kQM_;
+  static constexpr int kKVBytes = 2 * kKeys * kHeadDim, kQBytes = 2 * kRows * kHeadDim;
+  static constexpr int kPBytes = 2 * kRows * (kKeys < 64 ? 64 : kKeys);
+  static constexpr int kTileBytes = 2 * kKVBytes + 2 * kStages * kQBytes + 2 * kPBytes;
+  static constexpr int kSharedBytes = kTileBytes + 8 * kStages * kRows + 4 * kKeys;  // + lse and delta, bias per key
+  static constexpr int kRowsOfTile = kTileRows / kRows;
+};
+template <int kHeadDim, bool kSmall>
+struct BackwardShape;
+template <bool kSmall>
+struct BackwardShape<64, kSmall> : BackwardShapeOf<64, 128, 2, 8, 2, 4, 2, 64> {};
+template <>
+struct BackwardShape<128, false> : BackwardShapeOf<64, 128, 2, 8, 2, 4, 2, 128> {};
+template <>
+struct BackwardShape<128, true> : BackwardShapeOf<64, 64, 1, 8, 2, 2, 2, 128> {};
+template <>
+struct BackwardShape<256, false> : BackwardShapeOf<32, 64, 2, 8, 2, 2, 1, 256> {};
+template <>
+struct BackwardShape<256, true> : BackwardShapeOf<32, 32, 1, 4, 2, 1, 1, 256> {};
+
+// Scratch of the backward pass; rows are in tile order (tile * kRows + row).
+struct BackwardScratch {
+  float2* row_stats;  // [B, K, rows]: log-sum-exp in log2 units (+inf where the row sees nothing or is padding), delta
+  float* dq;          // [B, K, rows, head dim], fragment order
+  int* turn;          // [B, K, row tiles]: under `deterministic`, how many key tiles have added to dq
+  float* dbias;       // f32, dbias's shape, where several blocks add to one element; otherwise null
+  int64_t rows;       // per (batch entry, key/value head)
+  int64_t first_block;  // of this launch, in (batch, kv_head, key tile) order
+};
+
+// How this block's dbias leaves it.
+enum class DBias : int {
+  kNone,
+  kKey,       // bias per key: column sums, kept in registers
+  kPerQuery,  // sum over the group, one row per query
+  kPerRow,    // one row per (query, head)
+  kPerHead,   // bias [.., N, 1, S]: sum over queries, one row per head
+};
+
+template <class T>
+__device__ __forceinline__ void store_bias_value(void* base, int64_t index, float value, DType dtype) {
+  if (dtype == DType::kF32) static_cast<float*>(base)[index] = value;
+  else if (dtype == DType::kBF16) static_cast<__nv_bfloat16*>(base)[index] = __float2bfloat16(value);
+  else static_cast<__half*>(base)[index] = __float2half(value);
+}
+
+// Where dbias goes: rows of kKeys values of this block's key tile.
+template <class T, int kRows, int kKeys, int kThreads>
+struct DBiasWriter {
+  const Problem& p;
+  DBias mode;
+  char* direct;  // in bias's dtype, at (batch, kv_head), or null
+  float* summed;
+  int key;
+  bool whole_chunks;  // 16-byte stores are aligned
+
+  __device__ void put(int64_t index, float value) const {
+    if (summed != nullptr) ptx::reduce_add(summed + index, value);
+    else store_bias_value<T>(direct, index, value, p.bias_dtype);
+  }
+
+  // Eight neighbouring keys of one row.
+  __device__ void put8(int64_t row, int column, const float (&value)[8]) const {
+    const int64_t index = row + key + column;
+    if (summed == nullptr && whole_chunks && key + column + 8 <= p.S) {
+      if (p.bias_dtype == DType::kF32) {
+        float4* target = reinterpret_cast<float4*>(reinterpret_cast<float*>(direct) + index);
+        target[0] = make_float4(value[0], value[1], value[2], value[3]);
+        target[1] = make_float4(value[4], value[5], value[6], value[7]);
+      } else {
+        uint4 packed{ptx::pack<T>(value[0], value[1]), ptx::pack<T>(value[2], value[3]), ptx::pack<T>(value[4], value[5]), ptx::pack<T>(value[6], value[7])};
+        *reinterpret_cast<uint4*>(reinterpret_cast<uint16_t*>(direct) + index) = packed;
+      }
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      if (key + column + e < p.S) put(index + e, value[e]);
+  }
+
+  // The rows of one tile, from ds in shared memory.
+  __device__ void write(uint32_t ds_tile, int t0, int queries) const {
+    constexpr int kChunks = kKeys / 8;
+    const int rows = mode == DBias::kPerQuery ? queries : mode == DBias::kPerRow ? queries * p.G : p.G;
+    const int summands = mode == DBias::kPerQuery ? p.G : mode == DBias::kPerRow ? 1 : queries;
+    const int first = mode == DBias::kPerQuery ? p.G : 1, step = mode == DBias::kPerHead ? p.G : 1;
+    for (int i = threadIdx.x; i < rows * kChunks; i += kThreads) {
+      const int r = i / kChunks, column = (i % kChunks) * 8;
+      const int64_t t = t0 + (mode == DBias::kPerQuery ? r : mode == DBias::kPerRow ? r / p.G : 0);
+      if (t >= p.T) continue;
+      const int g = mode == DBias::kPerRow ? r % p.G : mode == DBias::kPerHead ? r : 0;
+      float sum[8] = {};
+      for (int j = 0; j < summands; ++j) {
+        uint32_t packed[4];
+        const uint32_t address = chunk_address<kRows>(ds_tile, r * first + j * step, column / 8);
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(packed[0]), "=r"(packed[1]), "=r"(packed[2]), "=r"(packed[3]) : "r"(address));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float2 pair = ptx::unpack<T>(packed[e]);
+          sum[2 * e] += pair.x, sum[2 * e + 1] += pair.y;
+        }
+      }
+      const int64_t row = t * p.dbias.row + g * p.dbias.group;
+      if (p.dbias.col != 0) put8(row, column, sum);
+    }
+    if (p.dbias.col == 0) write_row_sums(ds_tile, t0, queries, rows, summands, first, step);
+  }
+
+  // A bias that is the same for all keys: one thread sums a row, so that the order is fixed.
+  __device__ void write_row_sums(uint32_t ds_tile, int t0, int queries, int rows, int summands, int first, int step) const {
+    for (int r = threadIdx.x; r < rows; r += kThreads) {
+      const int64_t t = t0 + (mode == DBias::kPerQuery ? r : mode == DBias::kPerRow ? r / p.G : 0);
+      if (t >= p.T) continue;
+      const int g = mode == DBias::kPerRow ? r % p.G : mode == DBias::kPerHead ? r : 0;
+      float sum = 0.0f;
+      for (int j = 0; j < summands; ++j)
+        for (int c = 0; c < kKeys; c += 2) {
+          uint32_t packed;
+          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(packed) : "r"(chunk_address<kRows>(ds_tile, r * first + j * step, c / 8) + (c % 8) * 2));
+          const float2 pair = ptx::unpack<T>(packed);
+          sum += pair.x + pair.y;
+        }
+      put(t * p.dbias.row + g * p.dbias.group, sum);
+    }
+  }
+
+  // Zeros for a tile that was skipped.
+  __device__ void clear(int t0, int queries) const {
+    constexpr int kChunks = kKeys / 8;
+    const int rows = mode == DBias::kPerQuery ? queries : queries * p.G;
+    const float zeros[8] = {};
+    for (int i = threadIdx.x; i < rows * kChunks; i += kThreads) {
+      const int r = i / kChunks;
+      const int64_t t = t0 + (mode == DBias::kPerQuery ? r : r / p.G);
+      if (t < p.T) put8(t * p.dbias.row + (mode == DBias::kPerQuery ? 0 : r % p.G) * p.dbias.group, (i % kChunks) * 8, zeros);
+    }
+  }
+};
+
+// Stores a warp's fragments to a tile of 16-bit elements.
+template <class T, int kRows, int kM, int kN>
+__device__ __forceinline__ void store_fragments(uint32_t tile, const float (&x)[kM][kN][4], int row, int column) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t address = chunk_address<kRows>(tile, row + 16 * m + 8 * i + lane / 4, (column + 8 * n) / 8) + (lane % 4) * 4;
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(ptx::pack<T>(x[m][n][2 * i], x[m][n][2 * i + 1])) : "memory");
+      }
+}
+
+template <class T, int kHeadDim, bool kSmall, Mask kMask>
+__global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
+    jax_dma_sm80_backward(const __grid_constant__ Problem p, BackwardScratch scratch, BiasKind bias_kind, DBias dbias_mode, bool bias_aligned, bool dbias_aligned) {
+  using Shape = BackwardShape<kHeadDim, kSmall>;
+  constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kThreads = Shape::kThreads, kStages = Shape::kStages;
+  constexpr int kQueryParts = kTileRows / kRows, kKeyParts = kKeyTile / kKeys;
+  constexpr int kSM = kRows / (16 * Shape::kSM), kSN = kKeys / (8 * Shape::kSN);       // blocks of a warp's s and dp
+  constexpr int kKM = kKeys / (16 * Shape::kKM), kKN = kHeadDim / (8 * Shape::kKN);    // of its dk and dv
+  constexpr int kQM = kRows / (16 * Shape::kQM), kQN = kHeadDim / (8 * Shape::kQN);    // of its dq
+
+  extern __shared__ __align__(128) char shared[];
+  const uint32_t k_tile = ptx::shared_address(shared), v_tile = k_tile + Shape::kKVBytes, q_tiles = v_tile + Shape::kKVBytes;
+  const uint32_t dout_tiles = q_tiles + kStages * Shape::kQBytes, p_tile = dout_tiles + kStages * Shape::kQBytes, ds_tile = p_tile + Shape::kPBytes;
+  char* const bias_tile = shared + Shape::kTileBytes - 2 * Shape::kPBytes;  // over p and ds
+  float2* const stats = reinterpret_cast<float2*>(shared + Shape::kTileBytes);
+  float* const key_bias = reinterpret_cast<float*>(stats + kStages * kRows);
+
+  const int tile_queries = queries_per_tile(p.G), queries = tile_queries / kQueryParts;
+  const int parts = static_cast<int>(ceil_div(p.S, kKeys)), block = static_cast<int>(scratch.first_block + blockIdx.x);
+  const int part = block % parts, head = block / parts, key = part * kKeys, key_tile = part / kKeyParts;
+  __shared__ BlockOperands<T> operands;
+  if (threadIdx.x == 0) operands.fill(p, head / p.K, head % p.K);
+  __syncthreads();
+  const bool dbias_tiles = dbias_mode == DBias::kPerQuery || dbias_mode == DBias::kPerRow || dbias_mode == DBias::kPerHead;
+  const auto dbias_writer = [&] {
+    return DBiasWriter<T, kRows, kKeys, kThreads>{p, dbias_mode, operands.dbias, scratch.dbias == nullptr ? nullptr : scratch.dbias + operands.dbias_offset, key, dbias_aligned};
+  };
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int s_row = (warp % Shape::kSM) * 16 * kSM, s_column = (warp / Shape::kSM) * 8 * kSN;
+  const int k_row = (warp % Shape::kKM) * 16 * kKM, k_column = (warp / Shape::kKM) * 8 * kKN;
+  const int q_row = (warp % Shape::kQM) * 16 * kQM, q_column = (warp / Shape::kQM) * 8 * kQN;
+  const ThreadRows<kSM> rows(s_row, p.G);
+
+  // The rows that this thread loads are the same in every tile: (query, head) is worked out once.
+  constexpr int kLoads = kRows / (kThreads / (kHeadDim / 8));
+  uint32_t loads[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int row = i * (kRows / kLoads) + threadIdx.x / (kHeadDim / 8);
+    loads[i] = row / p.G < queries ? row / p.G | (row % p.G) << 16 : 0xffff;
+  }
+  const auto load_rows = [&](uint32_t target, const T* base, const View& view, int channels, int t0) {
+    load_tile<T, kRows, kHeadDim, kThreads>(target, channels, base, [&](int, int i) {
+      const int query = loads[i] & 0xffff;
+      return query != 0xffff && t0 + query < static_cast<int>(p.T) ? base + (t0 + query) * view.row + (loads[i] >> 16) * view.group : nullptr;
+    });
+  };
+  const auto load_queries = [&](int tile, int stage) {
+    load_rows(q_tiles + stage * Shape::kQBytes, operands.q, p.q, p.H, tile * queries);
+    load_rows(dout_tiles + stage * Shape::kQBytes, operands.dout, p.dout, p.Hv, tile * queries);
+    const float2* const row_stats = scratch.row_stats + head * scratch.rows + int64_t{tile} * kRows;
+    if (threadIdx.x < kRows / 2) ptx::copy_async_16(ptx::shared_address(stats + stage * kRows + 2 * threadIdx.x), row_stats + 2 * threadIdx.x, 16);
+    ptx::copy_async_commit();
+  };
+  const auto load_keys = [&](uint32_t target, const T* base, const View& view, int channels) {
+    load_tile<T, kKeys, kHeadDim, kThreads>(target, channels, base, [&](int row, int) { return key + row < static_cast<int>(p.S) ? base + (key + row) * view.row : nullptr; });
+  };
+
+  const auto next_tile = [&](LiveTiles<kQueryParts>& live) {
+    return live.next(
+        static_cast<int>(p.query_tiles), [&](int word) { return query_tiles_word(p, operands, key_tile, word, tile_queries); },
+        [&](int tile) {
+          const int t0 = tile * queries, t1 = min(t0 + queries, static_cast<int>(p.T));
+          if (t0 >= static_cast<int>(p.T)) return false;
+          // Under `deterministic` the turns below count whole tiles, so that every block can tell its own.
+          return p.deterministic || !p.causal || key <= t1 - 1 + static_cast<int>(p.causal_offset());
+        });
+  };
+
+  float dk[kKM][kKN][4], dv[kKM][kKN][4], column_sum[kSN][2];
+  clear(dk), clear(dv);
+#pragma unroll
+  for (int n = 0; n < kSN; ++n) column_sum[n][0] = column_sum[n][1] = 0.0f;
+  const float scale_log2 = p.scale * kLog2e;
+
+  LiveTiles<kQueryParts> live;
+  int tile = next_tile(live), stage = 0;
+  if (tile >= 0) {
+    load_keys(k_tile, operands.k, p.k, p.H);
+    load_keys(v_tile, operands.v, p.v, p.Hv);
+    if (bias_kind == BiasKind::kKey) load_key_bias<kKeys, kThreads>(key_bias, p, operands.bias, key);
+    load_queries(tile, 0);
+  }
+  while (tile >= 0) {
+    const int this_tile = tile, t0 = tile * queries;
+    const bool tile_full = live.tile_full;
+    const uint32_t q_tile = q_tiles + stage * Shape::kQBytes, dout_tile = dout_tiles + stage * Shape::kQBytes;
+    const float2* const row_stat = stats + stage * kRows;
+    ptx::copy_async_wait<0>();
+    __syncthreads();  // the tile is there; the previous one's p and ds have been read
+    tile = next_tile(live);
+    if (bias_kind == BiasKind::kTile) {
+      BiasTile{p, operands.bias, bias_aligned}.load<kRows, kKeys, kThreads>(bias_tile, t0, key, queries);
+      ptx::copy_async_commit();
+    }
+    if (kStages == 2 && tile >= 0) load_queries(tile, stage ^ 1);
+
+    // Rows that see nothing: whatever their cotangents hold must not reach the products, in which 0 * NaN is NaN.
+    {
+      bool sees_nothing = false;
+      for (int r = lane; r < kRows; r += 32) sees_nothing |= row_stat[r].x == INFINITY;
+      if (__any_sync(~0u, sees_nothing)) {  // the same for every warp
+        for (int i = threadIdx.x; i < kRows * (kHeadDim / 8); i += kThreads) {
+          const int r = i / (kHeadDim / 8);
+          if (row_stat[r].x == INFINITY)
+            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(chunk_address<kRows>(dout_tile, r, i % (kHeadDim / 8))), "r"(0) : "memory");
+        }
+        __syncthreads();
+      }
+    }
+
+    float x[kSM][kSN][4];
+    clear(x);
+    multiply<T, kSM, kSN, kHeadDim, kRows, kKeys, false, false>(x, q_tile, k_tile, s_row, s_column);
+    float factor = scale_log2;
+    if (p.softcap != 0.0f) soft_cap(x, p.scale, p.softcap), factor = 1.0f;
+    if (bias_kind == BiasKind::kTile) {
+      if (kStages == 2 && tile >= 0) ptx::copy_async_wait<1>();
+      else ptx::copy_async_wait<0>();
+      __syncthreads();
+      BiasTile{p, operands.bias, bias_aligned}.add<T, kKeys>(x, bias_tile, rows, s_column, queries, factor), factor = 1.0f;
+      __syncthreads();  // p and ds go where bias was
+    } else if (bias_kind == BiasKind::kKey) {
+      add_key_bias(x, key_bias, s_column, factor), factor = 1.0f;
+    }
+    if (factor <= 0.0f) scale_by(x, factor), factor = 1.0f;  // so that -inf stays -inf below
+    if (kMask != Mask::kNone && !tile_full) {
+      if constexpr (kMask == Mask::kBits) hide_by_bits(x, p, operands.bits, rows, t0, key + s_column, queries);
+      if (p.start.present()) hide_by_intervals(x, p, operands.start, operands.end, rows, t0, key + s_column);
+    }
+    if (key + kKeys > static_cast<int>(p.S) || (p.causal && key + kKeys - 1 > t0 + static_cast<int>(p.causal_offset()))) hide_by_position(x, p, rows, t0, key + s_column);
+#pragma unroll
+    for (int i = 0; i < 2 * kSM; ++i) {
+      const float lse = row_stat[rows.row(i)].x;
+#pragma unroll
+      for (int n = 0; n < kSN; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& y = x[i / 2][n][2 * (i % 2) + e];
+          y = ptx::exp2(y * factor - lse);
+        }
+    }
+    store_fragments<T, kRows>(p_tile, x, s_row, s_column);
+
+    float dp[kSM][kSN][4];
+    clear(dp);
+    multiply<T, kSM, kSN, kHeadDim, kRows, kKeys, false, false>(dp, dout_tile, v_tile, s_row, s_column);
+#pragma unroll
+    for (int i = 0; i < 2 * kSM; ++i) {
+      const float delta = row_stat[rows.row(i)].y;
+#pragma unroll
+      for (int n = 0; n < kSN; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& y = x[i / 2][n][2 * (i % 2) + e];
+          y *= dp[i / 2][n][2 * (i % 2) + e] - delta;
+          if (dbias_mode == DBias::kKey) column_sum[n][e] += y;
+        }
+    }
+    if (p.softcap != 0.0f) {
+      // dbias is the gradient of the capped logits; dq and dk need that of the logits before the cap.
+      if (dbias_tiles) {
+        store_fragments<T, kRows>(ds_tile, x, s_row, s_column);
+        __syncthreads();
+        dbias_writer().write(ds_tile, t0, queries);
+        __syncthreads();
+      }
+      clear(dp);
+      multiply<T, kSM, kSN, kHeadDim, kRows, kKeys, false, false>(dp, q_tile, k_tile, s_row, s_column);
+#pragma unroll
+      for (int m = 0; m < kSM; ++m)
+#pragma unroll
+        for (int n = 0; n < kSN; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float capped = tanhf(dp[m][n][i] * (p.scale / p.softcap));
+            x[m][n][i] *= 1.0f - capped * capped;
+          }
+    }
+    store_fragments<T, kRows>(ds_tile, x, s_row, s_column);
+    __syncthreads();  // p and ds are there
+
+    multiply<T, kKM, kKN, kRows, kRows, kRows, true, true>(dv, p_tile, dout_tile, k_row, k_column);
+    if (dbias_tiles && p.softcap == 0.0f) dbias_writer().write(ds_tile, t0, queries);
+    {
+      float part_dq[kQM][kQN][4];
+      clear(part_dq);
+      multiply<T, kQM, kQN, kKeys, kRows, kKeys, false, true>(part_dq, ds_tile, k_tile, q_row, q_column);
+      if (p.deterministic) {  // key tiles add in their own order
+        int* const turn = scratch.turn + head * (scratch.rows / kRows) + this_tile;
+        int before = 0;
+        for (int word = 0; word <= static_cast<int>(key_tile / kTilesPerWord); ++word) {
+          uint32_t seen = key_tiles_word(p, operands, this_tile / kQueryParts, word, tile_queries).seen;
+          if (word == key_tile / kTilesPerWord) seen &= (1u << (key_tile % kTilesPerWord)) - 1;
+          before += __popc(seen);
+        }
+        const int mine = before * kKeyParts + static_cast<int>(part % kKeyParts);
+        if (threadIdx.x == 0)
+          while (ptx::load_acquire(turn) != mine) __nanosleep(64);
+        __syncthreads();
+      }
+      // Fragment order: [block of 16 x 8][warp][lane] of 4 values, so that a warp adds 512 neighbouring bytes.
+      float* const target = scratch.dq + (head * scratch.rows + int64_t{this_tile} * kRows) * kHeadDim;
+#pragma unroll
+      for (int m = 0; m < kQM; ++m)
+#pragma unroll
+        for (int n = 0; n < kQN; ++n) {
+          float* const at = target + ((m * kQN + n) * kThreads + threadIdx.x) * 4;
+          const float(&y)[4] = part_dq[m][n];
+#if __CUDA_ARCH__ >= 900
+          asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]) : "memory");
+#else
+#pragma unroll
+          for (int i = 0; i < 4; ++i) ptx::reduce_add(at + i, y[i]);
+#endif
+        }
+      if (p.deterministic) {
+        __threadfence();
+        __syncthreads();
+        int* const turn = scratch.turn + head * (scratch.rows / kRows) + this_tile;
+        if (threadIdx.x == 0) ptx::store_release(turn, ptx::load_acquire(turn) + 1);
+      }
+    }
+    multiply<T, kKM, kKN, kRows, kRows, kRows, true, true>(dk, ds_tile, q_tile, k_row, k_column);
+    if (kStages == 1 && tile >= 0) {
+      __syncthreads();
+      load_queries(tile, 0);
+    }
+    if (kStages == 2) stage ^= 1;
+  }
+
+  // dk and dv, straight from the fragments.
+  T* const dk_out = static_cast<T*>(p.dk.data) + offset_of(p, p.dk, head / p.K, head % p.K, 0);
+  T* const dv_out = static_cast<T*>(p.dv.data) + offset_of(p, p.dv, head / p.K, head % p.K, 0);
+#pragma unroll
+  for (int i = 0; i < 2 * kKM; ++i) {
+    const int s = key + k_row + 16 * (i / 2) + 8 * (i % 2) + lane / 4;
+    if (s >= p.S) continue;
+#pragma unroll
+    for (int n = 0; n < kKN; ++n) {
+      const int c = k_column + 8 * n + 2 * (lane % 4);
+      const int e = 2 * (i % 2);
+      if (c < p.H) *reinterpret_cast<uint32_t*>(dk_out + s * p.dk.row + c) = ptx::pack<T>(dk[i / 2][n][e] * p.scale, dk[i / 2][n][e + 1] * p.scale);
+      if (c < p.Hv) *reinterpret_cast<uint32_t*>(dv_out + s * p.dv.row + c) = ptx::pack<T>(dv[i / 2][n][e], dv[i / 2][n][e + 1]);
+    }
+  }
+
+  if (dbias_mode == DBias::kKey) {
+    // Sum over the lanes that hold other rows, then over the warps that do, in a fixed order.
+    __syncthreads();
+    float* const sums = reinterpret_cast<float*>(shared);  // [kSM warps][kKeys]
+#pragma unroll
+    for (int n = 0; n < kSN; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float sum = column_sum[n][e];
+        sum += __shfl_xor_sync(~0u, sum, 4);
+        sum += __shfl_xor_sync(~0u, sum, 8);
+        sum += __shfl_xor_sync(~0u, sum, 16);
+        if (lane < 4) sums[(warp % Shape::kSM) * kKeys + s_column + 8 * n + 2 * lane + e] = sum;
+      }
+    __syncthreads();
+    if (p.dbias.col == 0) {
+      if (threadIdx.x == 0) {
+        float sum = 0.0f;
+        for (int i = 0; i < Shape::kSM * kKeys; ++i) sum += sums[i];
+        dbias_writer().put(0, sum);
+      }
+    } else {
+      for (int c = threadIdx.x; c < kKeys; c += kThreads) {
+        float sum = 0.0f;
+        for (int w = 0; w < Shape::kSM; ++w) sum += sums[w * kKeys + c];
+        if (key + c < p.S) dbias_writer().put(key + c, sum);
+      }
+    }
+  } else if (dbias_tiles && scratch.dbias == nullptr) {
+    // Zeros in the tiles that were skipped.
+    LiveTiles<kQueryParts> again;
+    int next = 0;
+    const int end_tile = static_cast<int>(ceil_div(p.T, queries));
+    while (next < end_tile) {
+      const int visited = next_tile(again);
+      for (const int stop = visited < 0 ? end_tile : visited; next < stop; ++next) dbias_writer().clear(next * queries, queries);
+      ++next;
+    }
+  }
+}
+
+// Per row, in tile order: log-sum-exp in log2 units and delta = <out, dout> - dlse. One warp a row.
+template <class T>
+__global__ void jax_dma_sm80_row_stats(const __grid_constant__ Problem p, float2* stats, int64_t rows, int tile_rows, int queries) {
+  const int64_t index = blockIdx.x * int64_t{blockDim.x / 32} + threadIdx.x / 32;
+  if (index >= p.B * p.K * rows) return;
+  const int64_t head = index / rows, kv_head = head % p.K, batch = head / p.K;
+  const int64_t tile = (index % rows) / tile_rows;
+  const int row = static_cast<int>((index % rows) % tile_rows), query = row / p.G, g = row % p.G, lane = threadIdx.x % 32;
+  const int64_t t = tile * queries + query;
+  float2 result{INFINITY, 0.0f};
+  if (query < queries && t < p.T) {
+    const float lse = static_cast<const float*>(p.lse.data)[offset_of(p, p.lse, batch, kv_head, g) + t * p.lse.row];
+    if (lse != -INFINITY) {
+      const T* out = static_cast<const T*>(p.out.data) + offset_of(p, p.out, batch, kv_head, g) + t * p.out.row;
+      const T* dout = static_cast<const T*>(p.dout.data) + offset_of(p, p.dout, batch, kv_head, g) + t * p.dout.row;
+      float sum = 0.0f;
+      for (int c = 2 * lane; c < p.Hv; c += 64) {
+        const float2 a = ptx::unpack<T>(*reinterpret_cast<const uint32_t*>(out + c)), b = ptx::unpack<T>(*reinterpret_cast<const uint32_t*>(dout + c));
+        sum += a.x * b.x + a.y * b.y;
+      }
+      for (int mask = 16; mask > 0; mask >>= 1) sum += __shfl_xor_sync(~0u, sum, mask);
+      const float dlse = static_cast<const float*>(p.dlse.data)[offset_of(p, p.dlse, batch, kv_head, g) + t * p.dlse.row];
+      result = make_float2(lse * kLog2e, sum - dlse);
+    }
+  }
+  if (lane == 0) stats[index] = result;
+}
+
+// dq from fragment order to its own, times scale. One thread per four values.
+template <class T, int kHeadDim, bool kSmall>
+__global__ void jax_dma_sm80_reorder_dq(const __grid_constant__ Problem p, const float4* dq, int64_t rows, int queries) {
+  using Shape = BackwardShape<kHeadDim, kSmall>;
+  constexpr int kQM = Shape::kRows / (16 * Shape::kQM), kQN = kHeadDim / (8 * Shape::kQN), kQuads = Shape::kRows * kHeadDim / 4;
+  const int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  const int64_t tiles = rows / Shape::kRows;
+  if (index >= p.B * p.K * tiles * kQuads) return;
+  const int quad = static_cast<int>(index % kQuads);
+  const int64_t tile = index / kQuads % tiles, head = index / kQuads / tiles, kv_head = head % p.K, batch = head / p.K;
+  const int thread = quad % Shape::kThreads, block = quad / Shape::kThreads, warp = thread / 32, lane = thread % 32;
+  static_assert(kQM * kQN * Shape::kThreads == kQuads);
+  const int row = (warp % Shape::kQM) * 16 * kQM + 16 * (block / kQN) + lane / 4;
+  const int column = (warp / Shape::kQM) * 8 * kQN + 8 * (block % kQN) + 2 * (lane % 4);
+  if (column >= p.H) return;
+  const float4 value = dq[index];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int query = (row + 8 * i) / p.G, g = (row + 8 * i) % p.G;
+    const int64_t t = tile * queries + query;
+    if (query >= queries || t >= p.T) continue;
+    T* target = static_cast<T*>(p.dq.data) + offset_of(p, p.dq, batch, kv_head, g) + t * p.dq.row + column;
+    *reinterpret_cast<uint32_t*>(target) = i == 0 ? ptx::pack<T>(value.x * p.scale, value.y * p.scale) : ptx::pack<T>(value.z * p.scale, value.w * p.scale);
+  }
+}
+
+}  // namespace jax_dma::sm80

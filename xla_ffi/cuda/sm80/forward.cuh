@@ -1,0 +1,187 @@
+// Forward attention with mma.sync and cp.async, for compute capability 8.0 and newer.
+//
+// One block of 4 warps per (tile of kM rows, key/value head, batch entry). The rows are queries x heads of the group, so
+// keys, mask and bias are read once for all G heads. Warps share out the rows; each keeps its part of the output in
+// registers and runs the softmax on its own.
+//
+//   head dim   rows x keys   rows a warp   shared memory: q + k + v
+//   64         128 x 64      32            16 + 8 + 8 = 32 KB
+//   128        128 x 64      32            32 + 16 + 16 = 64 KB
+//   256        64 x 32       16            32 + 16 + 16 = 64 KB
+// plus a bias tile of rows x keys where bias varies over queries (16 KB in 16 bits, 32 KB in f32 at most; 96 KB in all).
+// 32 rows a warp halve the shared-memory reads per product against 16, which is what bounds the 16-row shape; two
+// blocks an SM overlap the softmax of one with the products of the other.
+//
+// Keys are loaded while the previous tile's softmax and p v run, values while q k^T runs: one buffer each.
+#pragma once
+
+#include "../live_tiles.cuh"
+#include "logits.cuh"
+#include "tile.cuh"
+
+namespace jax_dma::sm80 {
+
+template <int kHeadDim>
+struct ForwardShape {
+  static constexpr int kRows = kHeadDim <= 128 ? 128 : 64;
+  static constexpr int kKeys = kHeadDim <= 128 ? 64 : 32;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps;
+  static constexpr int kM = kRows / (16 * kWarps);  // row blocks of a warp
+  static constexpr int kTileBytes = 2 * kHeadDim * (kRows + 2 * kKeys);
+  static constexpr int bias_bytes(BiasKind kind, int element) {
+    return kind == BiasKind::kNone ? 0 : kind == BiasKind::kKey ? 4 * kKeys : kRows * kKeys * element;
+  }
+};
+
+template <class T, int kHeadDim, Mask kMask>
+__global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
+    jax_dma_sm80_forward(const __grid_constant__ Problem p, BiasKind bias_kind, bool bias_aligned) {
+  using Shape = ForwardShape<kHeadDim>;
+  constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kThreads = Shape::kThreads, kM = Shape::kM;
+  constexpr int kS = kKeys / 8, kO = kHeadDim / 8;  // column blocks of logits and output
+  constexpr int kQueryParts = kTileRows / kRows, kKeyParts = kKeyTile / kKeys;
+
+  extern __shared__ __align__(128) char shared[];
+  const uint32_t q_tile = ptx::shared_address(shared), k_tile = q_tile + 2 * kHeadDim * kRows, v_tile = k_tile + 2 * kHeadDim * kKeys;
+  char* const bias_tile = shared + Shape::kTileBytes;
+
+  // Which tile: the last queries first, because under a causal mask they see the most keys.
+  const int tile_queries = queries_per_tile(p.G), queries = tile_queries / kQueryParts;
+  const int tiles = static_cast<int>(ceil_div(p.T, queries)), head = blockIdx.x / tiles;
+  const int t0 = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * queries, t1 = min(t0 + queries, static_cast<int>(p.T));
+  __shared__ BlockOperands<T> operands;
+  if (threadIdx.x == 0) operands.fill(p, head / p.K, head % p.K);
+  __syncthreads();
+
+  const int warp_row = threadIdx.x / 32 * 16 * kM;
+  const ThreadRows<kM> rows(warp_row, p.G);
+
+  LiveTiles<kKeyParts> live;
+  const auto next_part = [&] {
+    return live.next(
+        static_cast<int>(p.key_tiles), [&](int word) { return key_tiles_word(p, operands, t0 / tile_queries, word, tile_queries); },
+        [&](int part) { return part * kKeys < static_cast<int>(p.S) && (!p.causal || part * kKeys <= t1 - 1 + static_cast<int>(p.causal_offset())); });
+  };
+  const auto load_keys = [&](uint32_t target, const T* base, const View& view, int channels, int key) {
+    load_tile<T, kKeys, kHeadDim, kThreads>(target, channels, base, [&](int row, int) { return key + row < static_cast<int>(p.S) ? base + (key + row) * view.row : nullptr; });
+  };
+
+  float o[kM][kO][4];
+  clear(o);
+  float m[2 * kM], l[2 * kM];
+#pragma unroll
+  for (int i = 0; i < 2 * kM; ++i) m[i] = -INFINITY, l[i] = 0.0f;
+  const float scale_log2 = p.scale * kLog2e;
+
+  int part = next_part();
+  if (part >= 0) {
+    load_tile<T, kRows, kHeadDim, kThreads>(q_tile, p.H, operands.q, [&](int row, int) {
+      const int query = row / p.G;
+      return query < queries && t0 + query < static_cast<int>(p.T) ? operands.q + (t0 + query) * p.q.row + (row % p.G) * p.q.group : nullptr;
+    });
+    load_keys(k_tile, operands.k, p.k, p.H, part * kKeys);
+    ptx::copy_async_commit();
+  }
+  while (part >= 0) {
+    const int key = part * kKeys;
+    const bool tile_full = live.tile_full;
+    ptx::copy_async_wait<0>();
+    __syncthreads();  // q and k are there, and nobody reads v or bias of the previous tile any more
+    load_keys(v_tile, operands.v, p.v, p.Hv, key);
+    if (bias_kind == BiasKind::kTile) BiasTile{p, operands.bias, bias_aligned}.load<kRows, kKeys, kThreads>(bias_tile, t0, key, queries);
+    else if (bias_kind == BiasKind::kKey) load_key_bias<kKeys, kThreads>(reinterpret_cast<float*>(bias_tile), p, operands.bias, key);
+    ptx::copy_async_commit();
+
+    float x[kM][kS][4];
+    clear(x);
+    multiply<T, kM, kS, kHeadDim, kRows, kKeys, false, false>(x, q_tile, k_tile, warp_row, 0);
+
+    ptx::copy_async_wait<0>();
+    __syncthreads();  // v and bias are there, and nobody reads k any more
+    part = next_part();
+    if (part >= 0) {
+      load_keys(k_tile, operands.k, p.k, p.H, part * kKeys);
+      ptx::copy_async_commit();
+    }
+
+    // Logits in units of log2(e) / factor. Without cap, bias and with a positive scale the scaling is left to the exponential.
+    float factor = scale_log2;
+    if (p.softcap != 0.0f) soft_cap(x, p.scale, p.softcap), factor = 1.0f;
+    if (bias_kind == BiasKind::kTile) BiasTile{p, operands.bias, bias_aligned}.add<T, kKeys>(x, bias_tile, rows, 0, queries, factor), factor = 1.0f;
+    else if (bias_kind == BiasKind::kKey) add_key_bias(x, reinterpret_cast<const float*>(bias_tile), 0, factor), factor = 1.0f;
+    if (factor <= 0.0f) scale_by(x, factor), factor = 1.0f;  // so that the largest product is the largest logit
+    if (kMask != Mask::kNone && !tile_full) {
+      if constexpr (kMask == Mask::kBits) hide_by_bits(x, p, operands.bits, rows, t0, key, queries);
+      if (p.start.present()) hide_by_intervals(x, p, operands.start, operands.end, rows, t0, key);
+    }
+    if (key + kKeys > static_cast<int>(p.S) || (p.causal && key + kKeys - 1 > t0 + static_cast<int>(p.causal_offset()))) hide_by_position(x, p, rows, t0, key);
+
+    // Online softmax. A row's logits are spread over the four lanes of a quad.
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      float peak = m[i];
+#pragma unroll
+      for (int n = 0; n < kS; ++n) peak = fmaxf(peak, fmaxf(x[i / 2][n][2 * (i % 2)], x[i / 2][n][2 * (i % 2) + 1]));
+      peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
+      peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
+      const float shift = peak == -INFINITY ? 0.0f : peak * factor;
+      const float rescale = ptx::exp2(m[i] * factor - shift);
+      m[i] = peak;
+      float sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kS; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& y = x[i / 2][n][2 * (i % 2) + e];
+          y = ptx::exp2(y * factor - shift);
+          sum += y;
+        }
+      l[i] = l[i] * rescale + sum;
+#pragma unroll
+      for (int n = 0; n < kO; ++n) o[i / 2][n][2 * (i % 2)] *= rescale, o[i / 2][n][2 * (i % 2) + 1] *= rescale;
+    }
+
+    const auto v_operand = OperandB<kKeys>::template at<true>(v_tile, 0);
+    // o += p v: accumulator fragments of p are operand fragments, two column blocks to one k block.
+#pragma unroll
+    for (int n = 0; n < kS; n += 2) {
+      uint32_t a[kM][4];
+#pragma unroll
+      for (int r = 0; r < kM; ++r) {
+        a[r][0] = ptx::pack<T>(x[r][n][0], x[r][n][1]), a[r][1] = ptx::pack<T>(x[r][n][2], x[r][n][3]);
+        a[r][2] = ptx::pack<T>(x[r][n + 1][0], x[r][n + 1][1]), a[r][3] = ptx::pack<T>(x[r][n + 1][2], x[r][n + 1][3]);
+      }
+#pragma unroll
+      for (int c = 0; c < kO; c += 2) {
+        uint32_t b[4];
+        v_operand.template load<true>(b, c, 8 * n);
+#pragma unroll
+        for (int r = 0; r < kM; ++r) ptx::mma<T>(o[r][c], a[r], b[0], b[1]), ptx::mma<T>(o[r][c + 1], a[r], b[2], b[3]);
+      }
+    }
+  }
+
+  const bool plain = p.softcap == 0.0f && bias_kind == BiasKind::kNone && scale_log2 > 0.0f;
+  const float factor = plain ? scale_log2 : 1.0f;
+  const int lane = threadIdx.x % 32;
+  T* const out = static_cast<T*>(p.out.data) + offset_of(p, p.out, head / p.K, head % p.K, 0);
+  float* const lse = static_cast<float*>(p.lse.data) + offset_of(p, p.lse, head / p.K, head % p.K, 0);
+#pragma unroll
+  for (int i = 0; i < 2 * kM; ++i) {
+    float total = l[i];
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    const int t = t0 + rows.query(i);
+    if (rows.query(i) >= queries || t >= p.T) continue;
+    const float inverse = total > 0.0f ? 1.0f / total : total == 0.0f ? 0.0f : total;  // NaN stays NaN
+    T* const target = out + t * p.out.row + rows.head(i) * p.out.group;
+#pragma unroll
+    for (int n = 0; n < kO; ++n) {
+      const int c = 8 * n + 2 * (lane % 4);
+      if (c < p.Hv) *reinterpret_cast<uint32_t*>(target + c) = ptx::pack<T>(o[i / 2][n][2 * (i % 2)] * inverse, o[i / 2][n][2 * (i % 2) + 1] * inverse);
+    }
+    if (lane % 4 == 0) lse[t * p.lse.row + rows.head(i) * p.lse.group] = total == 0.0f ? -INFINITY : (m[i] * factor + log2f(total)) * kLn2;
+  }
+}
+
+}  // namespace jax_dma::sm80

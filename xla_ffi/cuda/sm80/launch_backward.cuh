@@ -1,0 +1,66 @@
+// Chooses the instantiations of the backward kernels for a problem and launches them.
+#pragma once
+
+#include "backward.cuh"
+#include "launch.h"
+#include "launch_common.cuh"
+
+namespace jax_dma::sm80 {
+
+inline DBias dbias_mode_of(const Problem& p) {
+  if (!p.dbias.present()) return DBias::kNone;
+  if (p.dbias.row == 0) return p.dbias.group == 0 ? DBias::kKey : DBias::kPerHead;
+  return p.dbias.group == 0 ? DBias::kPerQuery : DBias::kPerRow;
+}
+
+template <class T>
+__global__ void jax_dma_sm80_round_dbias(const float* sums, void* dbias, int64_t elements, DType dtype) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i < elements) store_bias_value<T>(dbias, i, sums[i], dtype);
+}
+
+template <class T, int kHeadDim, bool kSmall>
+cudaError_t launch_backward_shape(const Problem& p, const BackwardBuffers& buffers, cudaStream_t stream) {
+  using Shape = BackwardShape<kHeadDim, kSmall>;
+  const int queries = queries_per_tile(p.G) * Shape::kRows / kTileRows;
+  BackwardScratch scratch{reinterpret_cast<float2*>(buffers.row_stats), buffers.dq, buffers.turn, buffers.dbias, ceil_div(p.T, queries) * Shape::kRows, 0};
+  const int64_t rows = p.B * p.K * scratch.rows;
+  constexpr int kThreads = 256;
+  cudaError_t error = cudaSuccess;
+  if (rows > 0) {
+    error = cudaMemsetAsync(buffers.dq, 0, rows * kHeadDim * sizeof(float), stream);
+    if (error == cudaSuccess && p.deterministic) error = cudaMemsetAsync(buffers.turn, 0, rows / Shape::kRows * sizeof(int), stream);
+    if (error == cudaSuccess)
+      error = launch(jax_dma_sm80_row_stats<T>, ceil_div(rows, kThreads / 32), kThreads, 0, stream, p, scratch.row_stats, scratch.rows, Shape::kRows, queries);
+  }
+  if (error == cudaSuccess && buffers.dbias != nullptr) error = cudaMemsetAsync(buffers.dbias, 0, buffers.dbias_elements * sizeof(float), stream);
+
+  const auto kernel = p.bits.present()    ? jax_dma_sm80_backward<T, kHeadDim, kSmall, Mask::kBits>
+                      : p.start.present() ? jax_dma_sm80_backward<T, kHeadDim, kSmall, Mask::kIntervals>
+                                          : jax_dma_sm80_backward<T, kHeadDim, kSmall, Mask::kNone>;
+  // Blocks that add to one element of dbias are launched one after another where the order of additions must be fixed.
+  const int64_t parts = ceil_div(p.S, Shape::kKeys), blocks = parts * p.K * p.B;
+  const bool in_order = p.deterministic && buffers.dbias != nullptr;
+  const int64_t per_launch = !in_order ? blocks : p.dbias.col == 0 ? 1 : parts;
+  for (scratch.first_block = 0; error == cudaSuccess && scratch.first_block < blocks; scratch.first_block += per_launch)
+    error = launch(kernel, std::min(per_launch, blocks - scratch.first_block), Shape::kThreads, Shape::kSharedBytes, stream, p, scratch, bias_kind_of(p), dbias_mode_of(p),
+                   bias_is_aligned(p, p.bias), bias_is_aligned(p, p.dbias));
+  if (error == cudaSuccess && rows > 0)
+    error = launch(jax_dma_sm80_reorder_dq<T, kHeadDim, kSmall>, ceil_div(rows * (kHeadDim / 4), kThreads), kThreads, 0, stream, p, reinterpret_cast<const float4*>(buffers.dq), scratch.rows, queries);
+  if (error == cudaSuccess && buffers.dbias_elements > 0)
+    error = launch(jax_dma_sm80_round_dbias<T>, ceil_div(buffers.dbias_elements, kThreads), kThreads, 0, stream, static_cast<const float*>(buffers.dbias), p.dbias.data, buffers.dbias_elements, p.bias_dtype);
+  return error;
+}
+
+template <class T, int kHeadDim>
+cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cudaStream_t stream) {
+  int device = 0, shared = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) return error;
+  if constexpr (kHeadDim > 64)
+    if (shared < BackwardShape<kHeadDim, false>::kSharedBytes) return launch_backward_shape<T, kHeadDim, true>(p, buffers, stream);
+  return launch_backward_shape<T, kHeadDim, false>(p, buffers, stream);
+}
+
+}  // namespace jax_dma::sm80

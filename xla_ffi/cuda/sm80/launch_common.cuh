@@ -1,0 +1,36 @@
+// What the launches of both directions share.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "logits.cuh"
+
+namespace jax_dma::sm80 {
+
+inline BiasKind bias_kind_of(const Problem& p) {
+  return !p.bias.present() ? BiasKind::kNone : p.bias.row == 0 && p.bias.group == 0 ? BiasKind::kKey : BiasKind::kTile;
+}
+
+// Whether eight neighbouring keys of any row start at a multiple of 16 bytes.
+inline bool bias_is_aligned(const Problem& p, const View& view) {
+  bool aligned = view.present() && view.col == 1 && reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
+  aligned = aligned && view.row % 8 == 0 && view.group % 8 == 0 && view.kv % 8 == 0;
+  for (int axis = 0; axis < p.batch_rank; ++axis) aligned = aligned && view.batch[axis] % 8 == 0;
+  return aligned;
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared, cudaStream_t stream, Arguments... arguments) {
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  if (shared > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) return error;
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads, shared, stream>>>(arguments...);
+  return cudaGetLastError();
+}
+
+}  // namespace jax_dma::sm80

@@ -1,0 +1,111 @@
+// Tiles in shared memory: layout, asynchronous loads, and the products between them.
+//
+// A tile of R rows and C channels of 16-bit elements is stored as C / 64 panels of [R][64], 128 bytes a row; the 16-byte
+// chunk c of row r lies at chunk c ^ (r % 8), so that the eight rows of an ldmatrix touch all banks.
+#pragma once
+
+#include "../../common/problem.h"
+#include "../ptx.cuh"
+
+namespace jax_dma::sm80 {
+
+template <int kRows>
+__device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int row, int chunk) {
+  return tile + (chunk / 8) * (kRows * 128) + row * 128 + (((chunk % 8) ^ (row % 8)) * 16);
+}
+
+// Loads kRows x kChannels elements; `source(row)` gives a row's address or null for a row of zeros. Channels past
+// `channels` (a multiple of 8) are zeros.
+template <class T, int kRows, int kChannels, int kThreads, class Source>
+__device__ __forceinline__ void load_tile(uint32_t tile, int channels, const void* any, const Source& source) {
+  constexpr int kChunks = kChannels / 8, kRowsPerPass = kThreads / kChunks;
+  static_assert(kThreads % kChunks == 0 && kRows % kRowsPerPass == 0);
+  const int chunk = threadIdx.x % kChunks;
+#pragma unroll
+  for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
+    const int row = pass * kRowsPerPass + threadIdx.x / kChunks;
+    const T* address = source(row, pass);
+    const bool valid = address != nullptr && chunk * 8 < channels;
+    ptx::copy_async_16(chunk_address<kRows>(tile, row, chunk), valid ? address + chunk * 8 : any, valid ? 16 : 0);
+  }
+}
+
+// Where a warp reads matrix operands from a tile. Each lane keeps the address of its row of the first 8x8 matrices; other
+// blocks are an exclusive or (chunks within a panel) and a constant away, because blocks start at even chunks.
+//
+// kTransposed says that the tile is stored the other way round: [k][row] for A [row x k], [k][column] for B [k x column].
+template <int kRows>
+struct OperandA {  // 16 x 16 blocks
+  uint32_t base;
+
+  template <bool kTransposed>
+  __device__ static OperandA at(uint32_t tile, int row) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (kTransposed)
+      return {tile + (row / 64) * (kRows * 128) + (lane % 8 + (lane / 16) * 8) * 128 + (((row / 8) % 8) ^ ((lane / 8) % 2) ^ (lane % 8)) * 16};
+    else
+      return {tile + (row + lane % 16) * 128 + ((lane / 16) ^ (lane % 8)) * 16};
+  }
+  // The block 16 * m rows further, at k.
+  template <bool kTransposed>
+  __device__ void load(uint32_t (&a)[4], int m, int k) const {
+    if constexpr (kTransposed) ptx::load_matrix_transposed(a, (base ^ (m * 32)) + k * 128);
+    else ptx::load_matrix(a, (base ^ ((k / 8) % 8 * 16)) + (k / 64) * (kRows * 128) + m * (16 * 128));
+  }
+};
+
+template <int kRows>
+struct OperandB {  // two neighbouring 16 x 8 blocks
+  uint32_t base;
+
+  template <bool kTransposed>
+  __device__ static OperandB at(uint32_t tile, int column) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (kTransposed)
+      return {tile + (column / 64) * (kRows * 128) + (lane % 16) * 128 + (((column / 8) % 8) ^ (lane / 16) ^ (lane % 8)) * 16};
+    else
+      return {tile + (column + lane % 8 + (lane / 16) * 8) * 128 + (((lane / 8) % 2) ^ (lane % 8)) * 16};
+  }
+  // The blocks 8 * n columns further (n even), at k.
+  template <bool kTransposed>
+  __device__ void load(uint32_t (&b)[4], int n, int k) const {
+    if constexpr (kTransposed) ptx::load_matrix_transposed(b, (base ^ (n % 8 * 16)) + (n / 8) * (kRows * 128) + k * 128);
+    else ptx::load_matrix(b, (base ^ ((k / 8) % 8 * 16)) + (k / 64) * (kRows * 128) + n * (8 * 128));
+  }
+};
+
+// c [16 kM x 8 kN] += A [.. x kK] B [kK x ..] for one warp: its rows begin at `row`, its columns at `column`, multiples of
+// 16 kM and 8 kN. kARows and kBRows are the row counts of the stored tiles.
+template <class T, int kM, int kN, int kK, int kARows, int kBRows, bool kATransposed, bool kBTransposed>
+__device__ __forceinline__ void multiply(float (&c)[kM][kN][4], uint32_t a_tile, uint32_t b_tile, int row, int column) {
+  const auto a_operand = OperandA<kARows>::template at<kATransposed>(a_tile, row);
+  const auto b_operand = OperandB<kBRows>::template at<kBTransposed>(b_tile, column);
+#pragma unroll
+  for (int k = 0; k < kK; k += 16) {
+    uint32_t a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a_operand.template load<kATransposed>(a[m], m, k);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t b[4];
+      b_operand.template load<kBTransposed>(b, n, k);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        ptx::mma<T>(c[m][n], a[m], b[0], b[1]);
+        ptx::mma<T>(c[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+template <int kM, int kN>
+__device__ __forceinline__ void clear(float (&c)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[m][n][i] = 0.0f;
+}
+
+}  // namespace jax_dma::sm80
