@@ -27,7 +27,7 @@ def tolerance(dtype, result):
 
 
 def truth(workload, operands, function):
-    """``function(operands, attend)`` in float64 on the CPU: a pytree of results made with ``attend(operands) -> (out, lse)``."""
+    """``function(operands, attend)`` in float64 on the CPU: results made with ``attend(operands) -> (out, lse)``."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         convert = lambda x: jnp.asarray(np.asarray(x).astype(np.float64) if _is_float(x) else np.asarray(x))
         attend = lambda x: jax_dma.attention(

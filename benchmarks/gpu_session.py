@@ -42,7 +42,8 @@ def main(argv=None):
         rows += fresh
         for row in fresh:
             text = f"{row['ms']:.3f} ms" if row["ms"] else row["error"]
-            print(f"[{time.monotonic() - begin:5.0f} s] {row['workload']} {row['pass']} {row['implementation']}: {text}", flush=True)
+            name = f"{row['workload']} {row['pass']} {row['implementation']}"
+            print(f"[{time.monotonic() - begin:5.0f} s] {name}: {text}", flush=True)
         report.write_json(path, rows, options.commit)
     print()
     runner.show_performance(rows, options)

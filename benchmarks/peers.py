@@ -190,7 +190,8 @@ def _jax_nn_cudnn():
         if not (w.bias or (w.mask and not _is_window(w))):
             return None
         heads = w.B * w.N if w.bias != "batch" else w.N
-        return _too_large(heads * w.T * w.S * (2 * 2 if which == FORWARD else 3 * 2), "a bias spelled out for all heads")
+        copies = 2 if which == FORWARD else 3  # the bias, the bias with the mask in it, and its gradient
+        return _too_large(copies * heads * w.T * w.S * 2, "a bias spelled out for all heads")
 
     def call(w, x):
         out = jax.nn.dot_product_attention(

@@ -12,6 +12,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
+_BARS = 14  # workloads in one bar chart
+
 
 def read(paths):
     """(rows with a time, environment of the first file)."""
@@ -58,9 +60,11 @@ def bars(rows, title, path):
     limits = {row["workload"]: row["limit_ms"] for row in rows if row.get("limit_ms")}
     for j, name in enumerate(names):
         if name in limits:
-            axes.hlines(limits[name], j - 0.42, j + 0.42, colors="black", linestyles=":", label="limit" if j == 0 else None)
+            label = "limit" if name == next(iter(limits)) else None
+            axes.hlines(limits[name], j - 0.42, j + 0.42, colors="black", linestyles=":", label=label)
     axes.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
     axes.set_yscale("log")
+    axes.set_ylim(bottom=min([row["ms"] for row in rows] + list(limits.values())) / 2)
     axes.set_ylabel("milliseconds")
     _finish(figure, axes, title, path)
 
@@ -130,8 +134,10 @@ def main(argv=None):
             title = f"{which}: mask and bias, {_family_title({**sparse[0]['shape'], 'mask': None})}\n{suffix}"
             lines(sparse, _sparsity, lambda r: r["ms"], labels, title, path("sparsity"), log=False)
         rest = [row for row in of_pass if row["workload"] not in drawn]
-        if rest:
-            bars(rest, f"{which}\n{suffix}", path("bars"))
+        names = list(dict.fromkeys(row["workload"] for row in rest))
+        for i in range(0, len(names), _BARS):
+            part = [row for row in rest if row["workload"] in names[i : i + _BARS]]
+            bars(part, f"{which}\n{suffix}", path(f"bars{i // _BARS}"))
 
 
 if __name__ == "__main__":

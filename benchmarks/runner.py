@@ -23,8 +23,8 @@ _MAX_INPUT_SETS = 8
 def arguments(description, default_groups, argv=None, extend=lambda parser: None):
     """Parses the command line that all entry points have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--workload", action="append", default=[], metavar="GLOB", help="workloads by name; may be repeated")
-    parser.add_argument("--group", action="append", default=[], metavar="NAME", help="workloads by group; may be repeated")
+    parser.add_argument("--workload", action="append", default=[], metavar="GLOB", help="by name (repeatable)")
+    parser.add_argument("--group", action="append", default=[], metavar="NAME", help="by group (repeatable)")
     parser.add_argument(
         "--implementations", default="*", metavar="NAMES",
         help="comma-separated names or globs, for example cuda,jax.nn-*; everything that runs here if left out",
@@ -60,8 +60,10 @@ def add_timing_arguments(parser):
 
 def _list(options):
     everything = list(workloads.WORKLOADS.values())
-    columns = [("workload", lambda w: w.name), ("groups", lambda w: ",".join(w.groups)), ("shape", lambda w: w.shape_text())]
-    report.show(everything, [*columns, ("what it is", lambda w: w.description)])
+    report.show(everything, [
+        ("workload", lambda w: w.name), ("groups", lambda w: ",".join(w.groups)), ("shape", lambda w: w.shape_text()),
+        ("what it is", lambda w: w.description),
+    ])  # fmt: skip
     print("\nimplementations that run here:", ", ".join(i.name for i in options.found))
     for name, reason in options.missing.items():
         print(f"  not {name}: {reason}")
@@ -220,7 +222,9 @@ def show_kernels(rows):
             continue
         print(f"\n{row['workload']} {row['pass']} {row['implementation']}: {row['ms']:.3f} ms, "
               f"span {row['span_ms'] or float('nan'):.3f} ms")  # fmt: skip
-        report.show(row["kernels"], [("us", lambda k: float(k[2])), ("launches", lambda k: float(k[1])), ("kernel", lambda k: k[0][:110])])
+        report.show(row["kernels"], [
+            ("us", lambda k: float(k[2])), ("launches", lambda k: float(k[1])), ("kernel", lambda k: k[0][:110]),
+        ])  # fmt: skip
 
 
 def run_performance(description, passes, argv=None):

@@ -3,8 +3,8 @@
 ``profile``  device time: calls are issued back to back under ``jax.profiler``, and the kernels on the GPU's streams are
              summed per call. Dispatch and gaps between kernels do not count; gaps are in ``span_ms``.
 ``batch``    host clock over n back-to-back calls, slope between two values of n: what a loop on the host sees.
-``loop``     host clock over a ``lax.fori_loop`` inside one jitted function, each step depending on the one before, slope
-             between two trip counts: no dispatch at all.
+``loop``     host clock over a ``lax.fori_loop`` inside one jitted function, each step depending on the one before,
+             slope between two trip counts: no dispatch at all.
 ``wall``     host clock of single calls that are waited for; several functions take turns, so that a change of the
              machine's speed meets all of them. For CPUs.
 """
@@ -58,7 +58,7 @@ def measure(function, input_sets, timer, repetitions=0):
 
     Args:
       function: jitted; everything that it computes must be in what it returns.
-      input_sets: a list of argument tuples, used in turn (several, so that a cache larger than one set is not measured).
+      input_sets: a list of argument tuples, used in turn (several, so that no cache holds what a call reads).
       timer: one of TIMERS.
       repetitions: how many samples; 0 chooses by duration.
 
@@ -93,19 +93,18 @@ def warm_up(function, input_sets, seconds=_WARM_UP_SECONDS):
 
 
 def measure_in_turn(functions, repetitions=0, seconds=1.0):
-    """Host-clock medians of several warmed-up functions that take turns: {name: (function, input_sets)} -> {name: Timing}."""
+    """Host-clock medians of warmed-up functions that take turns: {name: (function, input_sets)} -> {name: Timing}."""
     samples = {name: [] for name in functions}
-    begin = time.perf_counter()
-    round_ = 0
-    while round_ < (repetitions or _MIN_CALLS) or (not repetitions and time.perf_counter() - begin < seconds * len(functions)):
+    least, most = (repetitions, repetitions) if repetitions else (_MIN_CALLS, _MAX_CALLS)
+    end = time.perf_counter() + seconds * len(functions)
+    for round_ in range(most):
+        if round_ >= least and time.perf_counter() > end:
+            break
         for name, (function, input_sets) in functions.items():
             inputs = input_sets[round_ % len(input_sets)]
             start = time.perf_counter()
             jax.block_until_ready(function(*inputs))
             samples[name].append(1e3 * (time.perf_counter() - start))
-        round_ += 1
-        if not repetitions and round_ >= _MAX_CALLS:
-            break
     return {name: Timing.of(x, "wall") for name, x in samples.items()}
 
 

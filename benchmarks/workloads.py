@@ -134,8 +134,9 @@ class Workload:
         """The shape in one short line."""
         length = f"T{self.T}" if self.T == self.S else f"T{self.T} S{self.S}"
         head = f"H{self.H}" if self.H == self.Hv else f"H{self.H} Hv{self.Hv}"
-        parts = [f"B{self.B} N{self.N} K{self.K} {length} {head} {self.dtype}", "causal" if self.causal else "", ]
-        parts += [f"mask {self.mask}" if self.mask else "", f"bias {self.bias} {list(self.bias_shape())}" if self.bias else ""]
+        parts = [f"B{self.B} N{self.N} K{self.K} {length} {head} {self.dtype}", "causal" if self.causal else ""]
+        parts.append(f"mask {self.mask}" if self.mask else "")
+        parts.append(f"bias {self.bias} {list(self.bias_shape())}" if self.bias else "")
         return " ".join(x for x in parts if x)
 
 
@@ -250,14 +251,14 @@ def _headline():
     """The problems that the project is judged by, on a GPU."""
     gpu = ("gpu",)
     top_k = Mask("dense_top_k", 1024)
-    kv, query = "one score per (query, key), K heads", "one score per (query, key), N heads"
+    kv, query = "dynamic mask, K heads of scores", "dynamic mask, N heads of scores"
     yield _workload("A", 8192, groups=gpu, description="plain causal attention")
     yield _workload("A_bias_key", 8192, bias="key", groups=gpu, description="one trainable bias per key")
-    yield _workload("A_mask_bias_kv", 8192, mask=top_k, bias="kv", groups=gpu, description=f"dynamic mask, {kv}")
-    yield _workload("A_mask_bias_query", 8192, mask=top_k, bias="query", groups=gpu, description=f"dynamic mask, {query}")
+    yield _workload("A_mask_bias_kv", 8192, mask=top_k, bias="kv", groups=gpu, description=kv)
+    yield _workload("A_mask_bias_query", 8192, mask=top_k, bias="query", groups=gpu, description=query)
     yield _workload("A_window", 8192, mask=Mask("window", 1024), groups=gpu, description="sliding window of 1024 keys")
     yield _workload("A_H64", 8192, H=64, groups=gpu, description="A with half the head dimension")
-    yield _workload("A_H64_mask_bias_kv", 8192, H=64, mask=top_k, bias="kv", groups=gpu, description=f"dynamic mask, {kv}")
+    yield _workload("A_H64_mask_bias_kv", 8192, H=64, mask=top_k, bias="kv", groups=gpu, description=kv)
     yield _workload("A_H256", 8192, N=16, K=4, H=256, groups=gpu, description="A with twice the head dimension")
     yield _workload("A_bias_kv", 8192, bias="kv", groups=("more",), description="bias without mask")
     yield _workload("A_mask_kv", 8192, mask=top_k, groups=("more",), description="mask without bias")
@@ -284,7 +285,7 @@ def _headline():
 
 
 def _original():
-    """The configurations of the original dynamic-mask attention's own benchmarks: N 2, K 1, top-1024, bias [1, 1, T, T]."""
+    """What the original dynamic-mask attention's own benchmarks measure: N 2, K 1, top-1024, bias [1, 1, T, T]."""
 
     def config(name, T, H=128, window=1024, **rest):
         mask = Mask("dense_top_k", window)
@@ -357,5 +358,6 @@ def select(patterns=(), groups=()):
     ]  # fmt: skip
     if not chosen:
         known = sorted({g for w in WORKLOADS.values() for g in w.groups})
-        raise ValueError(f"no workload matches {list(patterns)} or is in the groups {list(groups)}; groups: {', '.join(known)}")
+        wanted = f"no workload matches {list(patterns)} or is in the groups {list(groups)}"
+        raise ValueError(f"{wanted}; groups: {', '.join(known)}")
     return chosen

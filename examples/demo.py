@@ -32,8 +32,8 @@ WINDOW = 64  # keys that a query sees under the dynamic mask
 BATCH = 8  # windows of text per step
 LAYERS, WIDTH, HIDDEN = 3, 128, 384
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
-RECENCY = (0.2, 0.0)  # slope of each key/value head's scores along the positions: one local head, one by content alone
-PEAK_LEARNING_RATE = 6e-3
+RECENCY = (0.5, 0.0)  # slope of each key/value head's scores along the positions: a local head, and one by content alone
+PEAK_LEARNING_RATE = 4.5e-3
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # of activations; weights are float32
 
 
@@ -100,12 +100,12 @@ class Attention(nnx.Module):
     def scores(self, v):
         """One score for each key and key/value head, float32 [B, K, S], from the values [B, S, K, H].
 
-        The first term, of the value, is that of "Trainable Dynamic Mask Sparse Attention". The second prefers late keys, as
-        in ALiBi, so that old keys make room for new ones unless their content speaks for them.
+        The first term is that of "Trainable Dynamic Mask Sparse Attention", with a learned gain. The second grows with the
+        position, as in ALiBi: in a head that has it, old keys make room for new ones.
         """
         content = nnx.softplus(self.score(v.reshape(v.shape[:2] + (-1,))).astype(jnp.float32))
         position = jnp.arange(v.shape[1], dtype=jnp.float32)[:, None]
-        return jnp.swapaxes(self.gain[...] * content + position * jnp.array(RECENCY), 1, 2)
+        return jnp.swapaxes(self.gain[...] * content + position * jnp.array(RECENCY, jnp.float32), 1, 2)
 
     def mask_and_bias(self, v):
         scores = self.scores(v)

@@ -13,7 +13,7 @@ import jax_dma
 B, T, N, K, H = 1, 256, 2, 1, 64  # batch, length, query heads, key/value heads, head dimension
 KEEP = 128
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-TOLERANCE = 1e-4 if DTYPE == jnp.float32 else 1e-2
+TOLERANCE = 1e-4 if DTYPE == jnp.float32 else 2e-2  # both sides are rounded to DTYPE
 
 
 def relative_error(x, exact):

@@ -137,7 +137,7 @@ def _same_shape(start, end):
 def _names(implementation):
     if implementation is None:
         return None
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    names = tuple(implementation) if isinstance(implementation, (tuple, list)) else (implementation,)
     unknown = [name for name in names if name not in IMPLEMENTATIONS]
     if unknown or not names:
         raise ValueError(f"implementation must be one or several of {IMPLEMENTATIONS}, or None, got {implementation!r}")

@@ -67,6 +67,8 @@ def check_intervals(start, end, live, q_shape, k_shape):
                 f"{name} has shape {x.shape}; with q {q_shape} and k {k_shape} it must be [*batch|1, N|K|1, S] = "
                 f"{_alternatives(q_shape[:-3])}[{_heads(q_shape, k_shape)}, {full[-1]}]"
             )
+    if start.shape[-2] != end.shape[-2] and 1 not in (start.shape[-2], end.shape[-2]):
+        raise ValueError(f"mask.start and mask.end must have the same heads axis, or 1, got {start.shape} and {end.shape}")
     if live is not None and (not isinstance(live, int) or isinstance(live, bool) or live < 0):
         raise TypeError(f"mask.live must be None or a non-negative Python integer, got {live!r}")
 
@@ -90,6 +92,8 @@ def check_scalar(name, value, positive=False):
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} must be a Python number, not a traced value: fold a learned factor into q or the bias")
     try:
+        if isinstance(value, (str, bytes)):  # float("0.5") would take it
+            raise TypeError
         value = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, got {value!r}") from None

@@ -117,7 +117,9 @@ def _make_primitive(name, types, on_xla, on_ffi):
 
     def lower(platform, *operands, call):
         chosen = ffi.choose(platform, call, operands)
-        with jax.named_scope(f"jax_dma.{name}.{chosen}"):
+        # A lowering is traced outside the mesh whose manual axes its operands' types name.
+        mesh = jax.typeof(operands[0]).sharding.mesh
+        with jax.sharding.use_abstract_mesh(mesh), jax.named_scope(f"jax_dma.{name}.{chosen}"):
             return list(on_xla(*operands, call=call) if chosen == "xla" else on_ffi(chosen, *operands, call=call))
 
     for platform in (None, "cpu", "cuda"):
@@ -125,7 +127,7 @@ def _make_primitive(name, types, on_xla, on_ffi):
         mlir.register_lowering(primitive, rule, **({} if platform is None else {"platform": platform}))
 
     def batch(operands, dims, *, call):
-        in_front = [x[None] if d is batching.not_mapped else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
+        in_front = [x[None] if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
         results = primitive.bind(*in_front, call=dataclasses.replace(call, vmapped=call.vmapped + 1))
         return results, [0] * len(results)
 

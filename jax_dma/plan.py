@@ -98,15 +98,14 @@ def plan(mask, q, k):
 def pack_bits(mask):
     """bool [..., S] to uint32 [..., 4 * ceil(S / 128)], hidden past S."""
     mask = _pad_last(mask, KEY_TILE, False)
-    words = mask.reshape(mask.shape[:-1] + (-1, _WORD)).astype(jnp.uint32)
-    return _sum_bits(words)
+    return _sum_bits(_split_last(mask, _WORD).astype(jnp.uint32))
 
 
 def unpack_bits(bits, length):
     """uint32 [..., words] to bool [..., length]."""
     shift = jnp.arange(_WORD, dtype=jnp.uint32).reshape((1,) * bits.ndim + (_WORD,))
     mask = ((bits[..., None] >> shift) & 1) != 0
-    return mask.reshape(bits.shape[:-1] + (-1,))[..., :length]
+    return mask.reshape(bits.shape[:-1] + (bits.shape[-1] * _WORD,))[..., :length]
 
 
 def _sum_bits(words):
@@ -120,6 +119,11 @@ def _pad_last(x, multiple, value):
     return x if pad == 0 else jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)], constant_values=value)
 
 
+def _split_last(x, size):
+    """[..., n * size] to [..., n, size]; n is spelled out because -1 cannot be inferred where another axis is empty."""
+    return x.reshape(x.shape[:-1] + (x.shape[-1] // size, size))
+
+
 def _tile_classes(bits, T, S, N, K):
     """Whether each tile has a visible position, and whether it has no hidden one: bool [*batch, K|1, tiles|1, tiles|1]."""
     *batch, heads, rows, words = bits.shape
@@ -129,11 +133,11 @@ def _tile_classes(bits, T, S, N, K):
     expected = expected.reshape((1,) * (bits.ndim - 1) + (-1,))
     seen, full = bits != 0, bits == expected
     if words > 1:  # four words make a key tile
-        seen = seen.reshape(seen.shape[:-1] + (-1, KEY_TILE // _WORD)).any(-1)
-        full = full.reshape(full.shape[:-1] + (-1, KEY_TILE // _WORD)).all(-1)
+        seen = _split_last(seen, KEY_TILE // _WORD).any(-1)
+        full = _split_last(full, KEY_TILE // _WORD).all(-1)
     if rows > 1:
         pad = [(0, 0)] * (seen.ndim - 2) + [(0, -rows % queries), (0, 0)]
-        tiled = lambda x: x.reshape(x.shape[:-2] + (-1, queries, x.shape[-1]))
+        tiled = lambda x: x.reshape(x.shape[:-2] + (x.shape[-2] // queries, queries, x.shape[-1]))
         seen = tiled(jnp.pad(seen, pad, constant_values=False)).any(-2)
         full = tiled(jnp.pad(full, pad, constant_values=True)).all(-2)
     if heads not in (1, K):  # one tile holds all heads of a group
@@ -148,7 +152,7 @@ def _tile_map(seen, full):
     if planes.shape[-1] == 1:
         return jnp.where(planes, jnp.uint32(_ALL_ONES), jnp.uint32(0))
     planes = _pad_last(planes, _WORD, False)
-    return _sum_bits(planes.reshape(planes.shape[:-1] + (-1, _WORD)).astype(jnp.uint32))
+    return _sum_bits(_split_last(planes, _WORD).astype(jnp.uint32))
 
 
 def interval_bounds(start, end, N, K):
@@ -164,8 +168,7 @@ def interval_bounds(start, end, N, K):
 
     def reduce(x, padding, reducer):
         x = _pad_last(x, KEY_TILE, padding)
-        x = x.reshape((*batch, heads, -1, KEY_TILE))
-        x = reducer(x, -1)
+        x = reducer(_split_last(x, KEY_TILE), -1)
         return x if heads in (1, K) else reducer(x.reshape((*batch, K, N // K) + x.shape[-1:]), -2)
 
     empty = start >= end

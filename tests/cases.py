@@ -99,7 +99,7 @@ def make_mask(case, rng):
         start = rng.integers(-case.T // 4 - 2, case.T + 1, shape, dtype=np.int32)
         return start, start + rng.integers(-2, case.T + 2, shape, dtype=np.int32)
     mask = rng.random(shape) < 0.6
-    if case.mask[2] == "T":
+    if case.mask[2] == "T" and case.T:
         mask[..., case.T // 2, :] = False
     return mask
 

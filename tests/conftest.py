@@ -18,7 +18,6 @@ import pytest  # noqa: E402
 import jax_dma  # noqa: E402
 
 STATUS = jax_dma.status()
-COMPILED = ("cuda", "cpu")
 
 hypothesis.settings.register_profile(
     "suite", max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(hypothesis.HealthCheck)
@@ -47,11 +46,14 @@ def pytest_generate_tests(metafunc):
             raise pytest.UsageError(f"--implementation={name}: {STATUS.get(name, 'there is no such implementation')}")
     usable = [name for name, text in STATUS.items() if text == "available" or name == "cuda"]
     chosen = [name for name in usable if not named or name in named]
-    as_parameters = lambda names: [pytest.param(name, marks=pytest.mark.gpu) if name == "cuda" else name for name in names]
-    if "implementation" in metafunc.fixturenames:
-        metafunc.parametrize("implementation", as_parameters(chosen))
-    if "kernels" in metafunc.fixturenames:  # the compiled implementations only
-        metafunc.parametrize("kernels", as_parameters(name for name in chosen if name in COMPILED))
+    suitable = {
+        "implementation": chosen,
+        "kernels": [name for name in chosen if name in ("cpu", "cuda")],  # the compiled ones
+        "linear": [name for name in chosen if name != "reference"],  # those in O(T + S) memory
+    }
+    for fixture in set(suitable).intersection(metafunc.fixturenames):
+        names = [pytest.param(name, marks=pytest.mark.gpu) if name == "cuda" else name for name in suitable[fixture]]
+        metafunc.parametrize(fixture, names)
 
 
 def pytest_collection_modifyitems(items):
@@ -59,6 +61,13 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=f"cuda: {STATUS['cuda']}"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_memory():
+    """A few thousand compiled programs in one process would not be."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)

@@ -82,7 +82,7 @@ def test_any_problem(implementation, case, seed):
     check(implementation, case, poison(case, inputs) if case.bias else inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # jax.nn has no float16 on a CPU; for cuda, float32 becomes it
 @pytest.mark.parametrize("case", [Case((2,), 128, 128, 4, 2, 64, bias="BNTS"), Case((1,), 96, 96, 8, 1, 32, mask="11TS", is_causal=True)],
                          ids=["bias", "mask_causal_multi_query"])  # fmt: skip
 def test_at_most_twice_the_error_of_jax_nn(implementation, case, dtype):
@@ -121,7 +121,7 @@ def test_softcap_leaves_the_bias_alone(implementation):
     check(implementation, case, inputs._replace(bias=(4 * inputs.bias).astype(inputs.bias.dtype)))
 
 
-@pytest.mark.parametrize("batch, T, S", [((2,), 5, 0), ((2,), 0, 7), ((2,), 0, 0), ((0,), 5, 7), ((2, 0), 5, 7)])
+@pytest.mark.parametrize("batch, T, S", [((2,), 5, 0), ((2,), 0, 7), ((2,), 0, 0), ((0,), 5, 7), ((2, 0), 5, 7), ((0,), 300, 600)])
 @pytest.mark.parametrize("pattern", [None, "dense", "intervals"])
 def test_nothing_to_attend_to(implementation, batch, T, S, pattern):
     """No keys, no queries or no batch: zeros of the right shape, lse -inf, zero gradients."""

@@ -55,6 +55,11 @@ def assert_live_is_a_bound(seen, live):
         assert seen[first:last].any(0).sum() <= live + (last - first) - 1
 
 
+def top_k(scores, window, **options):
+    """masks.top_k in one program (op by op it compiles dozens)."""
+    return jax.jit(lambda x: masks.top_k(x, window, **options))(scores)
+
+
 def nasty_scores(rng, shape, dtype=np.float32):
     """Few distinct values, so many ties; NaN, infinities and both zeros among them."""
     values = np.array([0.0, -0.0, 1.0, 1.0, -1.0, 2.5, np.inf, -np.inf, np.nan, 3.0], dtype)
@@ -160,25 +165,25 @@ def test_top_k(T, S, window, segmented, padded, is_causal):
 
 def test_top_k_is_one_mask_per_head_and_batch_axis():
     scores = np.random.default_rng(0).standard_normal((2, 3, 4, 10)).astype(np.float32)
-    together = masks.top_k(scores, 3)
+    together = top_k(scores, 3)
     assert together.start.shape == scores.shape
-    alone = masks.top_k(scores[1, 2], 3)
+    alone = top_k(scores[1, 2], 3)
     assert np.array_equal(together.start[1, 2], alone.start) and np.array_equal(together.end[1, 2], alone.end)
-    mapped = jax.vmap(jax.vmap(lambda x: masks.top_k(x, 3)))(scores)
+    mapped = jax.jit(jax.vmap(jax.vmap(lambda x: masks.top_k(x, 3))))(scores)
     assert np.array_equal(together.start, mapped.start) and np.array_equal(together.end, mapped.end) and mapped.live == 3
 
 
 def test_top_k_of_lower_precision_scores():
     scores = jnp.asarray(nasty_scores(np.random.default_rng(2), (1, 3, 21)), jnp.bfloat16)
     p, s = positions(21, 21)
-    for head, seen in enumerate(np.asarray(masks.top_k(scores, 4).dense(21)[0])):
+    for head, seen in enumerate(np.asarray(top_k(scores, 4).dense(21)[0])):
         assert np.array_equal(seen, kept(np.asarray(scores[0, head], np.float64), 4, s <= p))
 
 
 def test_top_k_then_window():
     """`&` intersects: top-k first, then the window; live is the smaller of the two."""
     scores = np.random.default_rng(3).standard_normal((2, 1, 20)).astype(np.float32)
-    top, window = masks.top_k(scores, 6), masks.sliding_window(20, 20, 3)
+    top, window = top_k(scores, 6), masks.sliding_window(20, 20, 3)
     both = top & window
     assert both.live == 4
     assert np.array_equal(both.dense(20), np.asarray(top.dense(20)) & np.asarray(window.dense(20)))
@@ -212,8 +217,8 @@ def test_dense_top_k_in_double_precision():
 
 def test_dense_top_k_agrees_with_top_k_on_one_score_per_key():
     scores = nasty_scores(np.random.default_rng(5), (2, 2, 30))
-    dense = masks.dense_top_k(np.broadcast_to(scores[..., None, :], (2, 2, 30, 30)), 7, is_causal=True)
-    assert np.array_equal(masks.top_k(scores, 7).dense(30), dense)
+    dense = jax.jit(lambda x: masks.dense_top_k(x, 7, is_causal=True))(np.broadcast_to(scores[..., None, :], (2, 2, 30, 30)))
+    assert np.array_equal(top_k(scores, 7).dense(30), dense)
 
 
 def test_dense_relu():
@@ -226,11 +231,11 @@ def test_masks_carry_no_gradient():
     scores = jnp.linspace(0.1, 1, 8)
 
     def loss(scores):
-        shown = [masks.top_k(scores[None, None], 2).dense(8), masks.dense_top_k(scores[None], 2), masks.dense_relu(scores)]
+        shown = [top_k(scores[None, None], 2).dense(8), masks.dense_top_k(scores[None], 2), masks.dense_relu(scores)]
         return sum((x * scores).sum() for x in shown)
 
-    weights = jax.grad(loss)(scores)
-    by_hand = np.asarray(masks.top_k(scores[None, None], 2).dense(8))[0, 0].sum(0) + np.array([1.0] * 6 + [2.0] * 2)
+    weights = jax.jit(jax.grad(loss))(scores)
+    by_hand = np.asarray(top_k(scores[None, None], 2).dense(8))[0, 0].sum(0) + np.array([1.0] * 6 + [2.0] * 2)
     np.testing.assert_array_equal(weights, by_hand)
 
 

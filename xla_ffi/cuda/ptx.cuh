@@ -16,11 +16,18 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 __device__ __forceinline__ void copy_async_16(uint32_t target, const void* source, int valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid) : "memory");
 }
+// The same for 4, 8 or 16 bytes, all of them or (valid == false) zeros.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(uint32_t target, const void* source, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source), "n"(kBytes), "r"(valid ? kBytes : 0) : "memory");
+}
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
+
+__device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix(uint32_t (&r)[4], uint32_t address) {
@@ -50,6 +57,9 @@ __device__ __forceinline__ float exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+
+// tanh to about 1e-7, absolute.
+__device__ __forceinline__ float tanh(float x) { return 1.0f - __fdividef(2.0f, exp2(x * 2.885390081777927f) + 1.0f); }
 
 // Adds without returning the old value.
 __device__ __forceinline__ void reduce_add(float* target, float value) {

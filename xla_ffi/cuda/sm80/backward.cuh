@@ -32,8 +32,11 @@ struct BackwardShapeOf {
   static constexpr int kKVBytes = 2 * kKeys * kHeadDim, kQBytes = 2 * kRows * kHeadDim;
   static constexpr int kPBytes = 2 * kRows * (kKeys < 64 ? 64 : kKeys);
   static constexpr int kTileBytes = 2 * kKVBytes + 2 * kStages * kQBytes + 2 * kPBytes;
-  static constexpr int kSharedBytes = kTileBytes + 8 * kStages * kRows + 4 * kKeys;  // + lse and delta, bias per key
-  static constexpr int kRowsOfTile = kTileRows / kRows;
+  static constexpr int kStatsBytes = 8 * kStages * kRows;  // lse and delta
+  // After those: bias per key, mask bits, intervals.
+  __host__ __device__ static int key_bias_bytes(const Problem& p) { return p.bias.present() && p.bias.row == 0 && p.bias.group == 0 ? 4 * kKeys : 0; }
+  __host__ __device__ static int bits_bytes(const Problem& p) { return p.bits.present() ? MaskTile<kRows, kKeys>::kBytes : 0; }
+  static int shared_bytes(const Problem& p) { return kTileBytes + kStatsBytes + key_bias_bytes(p) + bits_bytes(p) + IntervalTile<kKeys>::bytes(p); }
 };
 template <int kHeadDim, bool kSmall>
 struct BackwardShape;
@@ -55,7 +58,8 @@ struct BackwardScratch {
   int* turn;          // [B, K, row tiles]: under `deterministic`, how many key tiles have added to dq
   float* dbias;       // f32, dbias's shape, where several blocks add to one element; otherwise null
   int64_t rows;       // per (batch entry, key/value head)
-  int64_t first_block;  // of this launch, in (batch, kv_head, key tile) order
+  // The blocks of a launch: `heads` (batch entry, key/value head)s from first_head on, key tiles from first_part on.
+  int heads, first_head, first_part;
 };
 
 // How this block's dbias leaves it.
@@ -105,7 +109,7 @@ struct DBiasWriter {
     }
 #pragma unroll
     for (int e = 0; e < 8; ++e)
-      if (key + column + e < p.S) put(index + e, value[e]);
+      if (key + column + e < static_cast<int>(p.S)) put(index + e, value[e]);
   }
 
   // The rows of one tile, from ds in shared memory.
@@ -114,6 +118,7 @@ struct DBiasWriter {
     const int rows = mode == DBias::kPerQuery ? queries : mode == DBias::kPerRow ? queries * p.G : p.G;
     const int summands = mode == DBias::kPerQuery ? p.G : mode == DBias::kPerRow ? 1 : queries;
     const int first = mode == DBias::kPerQuery ? p.G : 1, step = mode == DBias::kPerHead ? p.G : 1;
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * kChunks; i += kThreads) {
       const int r = i / kChunks, column = (i % kChunks) * 8;
       const int64_t t = t0 + (mode == DBias::kPerQuery ? r : mode == DBias::kPerRow ? r / p.G : 0);
@@ -159,6 +164,7 @@ struct DBiasWriter {
     constexpr int kChunks = kKeys / 8;
     const int rows = mode == DBias::kPerQuery ? queries : queries * p.G;
     const float zeros[8] = {};
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * kChunks; i += kThreads) {
       const int r = i / kChunks;
       const int64_t t = t0 + (mode == DBias::kPerQuery ? r : r / p.G);
@@ -167,9 +173,19 @@ struct DBiasWriter {
   }
 };
 
+template <class T, int kM, int kN>
+__device__ __forceinline__ void pack_fragments(uint32_t (&packed)[kM][kN][2], const float (&x)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) packed[m][n][i] = ptx::pack<T>(x[m][n][2 * i], x[m][n][2 * i + 1]);
+}
+
 // Stores a warp's fragments to a tile of 16-bit elements.
-template <class T, int kRows, int kM, int kN>
-__device__ __forceinline__ void store_fragments(uint32_t tile, const float (&x)[kM][kN][4], int row, int column) {
+template <int kRows, int kM, int kN>
+__device__ __forceinline__ void store_fragments(uint32_t tile, const uint32_t (&packed)[kM][kN][2], int row, int column) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
@@ -178,13 +194,13 @@ __device__ __forceinline__ void store_fragments(uint32_t tile, const float (&x)[
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t address = chunk_address<kRows>(tile, row + 16 * m + 8 * i + lane / 4, (column + 8 * n) / 8) + (lane % 4) * 4;
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(ptx::pack<T>(x[m][n][2 * i], x[m][n][2 * i + 1])) : "memory");
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(packed[m][n][i]) : "memory");
       }
 }
 
-template <class T, int kHeadDim, bool kSmall, Mask kMask>
+template <class T, int kHeadDim, bool kSmall, Mask kMask, Bias kBias>
 __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
-    jax_dma_sm80_backward(const __grid_constant__ Problem p, BackwardScratch scratch, BiasKind bias_kind, DBias dbias_mode, bool bias_aligned, bool dbias_aligned) {
+    jax_dma_sm80_backward(const __grid_constant__ Problem p, BackwardScratch scratch, DBias dbias_mode, bool bias_aligned, bool dbias_aligned) {
   using Shape = BackwardShape<kHeadDim, kSmall>;
   constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kThreads = Shape::kThreads, kStages = Shape::kStages;
   constexpr int kQueryParts = kTileRows / kRows, kKeyParts = kKeyTile / kKeys;
@@ -198,14 +214,18 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
   char* const bias_tile = shared + Shape::kTileBytes - 2 * Shape::kPBytes;  // over p and ds
   float2* const stats = reinterpret_cast<float2*>(shared + Shape::kTileBytes);
   float* const key_bias = reinterpret_cast<float*>(stats + kStages * kRows);
+  const uint32_t mask_tile = ptx::shared_address(key_bias) + (kBias == Bias::kKey ? Shape::key_bias_bytes(p) : 0);
+  const uint32_t interval_tile = mask_tile + (kMask == Mask::kBits ? Shape::bits_bytes(p) : 0);
 
   const int tile_queries = queries_per_tile(p.G), queries = tile_queries / kQueryParts;
-  const int parts = static_cast<int>(ceil_div(p.S, kKeys)), block = static_cast<int>(scratch.first_block + blockIdx.x);
-  const int part = block % parts, head = block / parts, key = part * kKeys, key_tile = part / kKeyParts;
+  // The first keys of all heads first, because under a causal mask the most queries see them, and a long block that starts
+  // late is waited for.
+  const int part = scratch.first_part + blockIdx.x / scratch.heads, head = scratch.first_head + blockIdx.x % scratch.heads;
+  const int key = part * kKeys, key_tile = part / kKeyParts;
   __shared__ BlockOperands<T> operands;
   if (threadIdx.x == 0) operands.fill(p, head / p.K, head % p.K);
   __syncthreads();
-  const bool dbias_tiles = dbias_mode == DBias::kPerQuery || dbias_mode == DBias::kPerRow || dbias_mode == DBias::kPerHead;
+  const bool dbias_tiles = kBias == Bias::kTile && dbias_mode != DBias::kNone;
   const auto dbias_writer = [&] {
     return DBiasWriter<T, kRows, kKeys, kThreads>{p, dbias_mode, operands.dbias, scratch.dbias == nullptr ? nullptr : scratch.dbias + operands.dbias_offset, key, dbias_aligned};
   };
@@ -217,28 +237,14 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
   const ThreadRows<kSM> rows(s_row, p.G);
 
   // The rows that this thread loads are the same in every tile: (query, head) is worked out once.
-  constexpr int kLoads = kRows / (kThreads / (kHeadDim / 8));
-  uint32_t loads[kLoads];
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    const int row = i * (kRows / kLoads) + threadIdx.x / (kHeadDim / 8);
-    loads[i] = row / p.G < queries ? row / p.G | (row % p.G) << 16 : 0xffff;
-  }
-  const auto load_rows = [&](uint32_t target, const T* base, const View& view, int channels, int t0) {
-    load_tile<T, kRows, kHeadDim, kThreads>(target, channels, base, [&](int, int i) {
-      const int query = loads[i] & 0xffff;
-      return query != 0xffff && t0 + query < static_cast<int>(p.T) ? base + (t0 + query) * view.row + (loads[i] >> 16) * view.group : nullptr;
-    });
-  };
+  const QueryLoad<kRows, kHeadDim, kThreads> query_load(p.G);
   const auto load_queries = [&](int tile, int stage) {
-    load_rows(q_tiles + stage * Shape::kQBytes, operands.q, p.q, p.H, tile * queries);
-    load_rows(dout_tiles + stage * Shape::kQBytes, operands.dout, p.dout, p.Hv, tile * queries);
+    const int t0 = tile * queries, count = min(queries, static_cast<int>(p.T) - t0);
+    query_load.load(q_tiles + stage * Shape::kQBytes, operands.q + t0 * p.q.row, p.q, count, p.G, p.H);
+    query_load.load(dout_tiles + stage * Shape::kQBytes, operands.dout + t0 * p.dout.row, p.dout, count, p.G, p.Hv);
     const float2* const row_stats = scratch.row_stats + head * scratch.rows + int64_t{tile} * kRows;
     if (threadIdx.x < kRows / 2) ptx::copy_async_16(ptx::shared_address(stats + stage * kRows + 2 * threadIdx.x), row_stats + 2 * threadIdx.x, 16);
     ptx::copy_async_commit();
-  };
-  const auto load_keys = [&](uint32_t target, const T* base, const View& view, int channels) {
-    load_tile<T, kKeys, kHeadDim, kThreads>(target, channels, base, [&](int row, int) { return key + row < static_cast<int>(p.S) ? base + (key + row) * view.row : nullptr; });
   };
 
   const auto next_tile = [&](LiveTiles<kQueryParts>& live) {
@@ -256,14 +262,16 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
   clear(dk), clear(dv);
 #pragma unroll
   for (int n = 0; n < kSN; ++n) column_sum[n][0] = column_sum[n][1] = 0.0f;
-  const float scale_log2 = p.scale * kLog2e;
+  // From the units of x, below, to log2.
+  const float log2_factor = kBias == Bias::kNone && p.softcap == 0.0f && p.scale > 0.0f ? p.scale * kLog2e : kLog2e;
 
   LiveTiles<kQueryParts> live;
   int tile = next_tile(live), stage = 0;
   if (tile >= 0) {
-    load_keys(k_tile, operands.k, p.k, p.H);
-    load_keys(v_tile, operands.v, p.v, p.Hv);
-    if (bias_kind == BiasKind::kKey) load_key_bias<kKeys, kThreads>(key_bias, p, operands.bias, key);
+    load_rows<T, kKeys, kHeadDim, kThreads>(k_tile, operands.k + key * p.k.row, p.k.row, static_cast<int>(p.S) - key, p.H);
+    load_rows<T, kKeys, kHeadDim, kThreads>(v_tile, operands.v + key * p.v.row, p.v.row, static_cast<int>(p.S) - key, p.Hv);
+    if (kMask != Mask::kNone && p.start.present()) IntervalTile<kKeys>::template load<kThreads>(interval_tile, p, operands.start, operands.end, key);
+    if constexpr (kBias == Bias::kKey) load_key_bias<kKeys, kThreads>(key_bias, p, operands.bias, key);
     load_queries(tile, 0);
   }
   while (tile >= 0) {
@@ -274,11 +282,12 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
     ptx::copy_async_wait<0>();
     __syncthreads();  // the tile is there; the previous one's p and ds have been read
     tile = next_tile(live);
-    if (bias_kind == BiasKind::kTile) {
-      BiasTile{p, operands.bias, bias_aligned}.load<kRows, kKeys, kThreads>(bias_tile, t0, key, queries);
-      ptx::copy_async_commit();
-    }
+    const bool load_bits = kMask == Mask::kBits && p.bits.present() && !tile_full;
+    if (load_bits) MaskTile<kRows, kKeys>::template load<kThreads>(mask_tile, p, operands.bits, t0, key, queries);
+    if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.load<kRows, kKeys, kThreads>(bias_tile, t0, key, queries);
+    if (kMask == Mask::kBits || kBias == Bias::kTile) ptx::copy_async_commit();
     if (kStages == 2 && tile >= 0) load_queries(tile, stage ^ 1);
+    if (kBias == Bias::kTile && tile >= 0) BiasTile{p, operands.bias, bias_aligned}.prefetch<kRows, kKeys, kThreads>(tile * queries, key, queries);
 
     // Rows that see nothing: whatever their cotangents hold must not reach the products, in which 0 * NaN is NaN.
     {
@@ -297,21 +306,24 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
     float x[kSM][kSN][4];
     clear(x);
     multiply<T, kSM, kSN, kHeadDim, kRows, kKeys, false, false>(x, q_tile, k_tile, s_row, s_column);
-    float factor = scale_log2;
+    float factor = p.scale;
     if (p.softcap != 0.0f) soft_cap(x, p.scale, p.softcap), factor = 1.0f;
-    if (bias_kind == BiasKind::kTile) {
+    if (kMask == Mask::kBits || kBias == Bias::kTile) {
       if (kStages == 2 && tile >= 0) ptx::copy_async_wait<1>();
       else ptx::copy_async_wait<0>();
-      __syncthreads();
-      BiasTile{p, operands.bias, bias_aligned}.add<T, kKeys>(x, bias_tile, rows, s_column, queries, factor), factor = 1.0f;
-      __syncthreads();  // p and ds go where bias was
-    } else if (bias_kind == BiasKind::kKey) {
-      add_key_bias(x, key_bias, s_column, factor), factor = 1.0f;
+      __syncthreads();  // bits and bias are there
     }
-    if (factor <= 0.0f) scale_by(x, factor), factor = 1.0f;  // so that -inf stays -inf below
+    if constexpr (kBias == Bias::kTile) {
+      BiasTile{p, operands.bias, bias_aligned}.template add<T, kKeys>(x, bias_tile, rows, s_column, queries, factor);
+      __syncthreads();  // p and ds go where bias was
+    } else if constexpr (kBias == Bias::kKey) {
+      add_key_bias(x, key_bias, s_column, factor);
+    } else if (factor <= 0.0f) {
+      scale_by(x, factor);  // so that -inf stays -inf below
+    }
     if (kMask != Mask::kNone && !tile_full) {
-      if constexpr (kMask == Mask::kBits) hide_by_bits(x, p, operands.bits, rows, t0, key + s_column, queries);
-      if (p.start.present()) hide_by_intervals(x, p, operands.start, operands.end, rows, t0, key + s_column);
+      if (load_bits) MaskTile<kRows, kKeys>::hide(x, mask_tile, p, rows, queries, s_column);
+      if (p.start.present()) IntervalTile<kKeys>::hide(x, interval_tile, p, rows, t0, s_column);
     }
     if (key + kKeys > static_cast<int>(p.S) || (p.causal && key + kKeys - 1 > t0 + static_cast<int>(p.causal_offset()))) hide_by_position(x, p, rows, t0, key + s_column);
 #pragma unroll
@@ -322,10 +334,12 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& y = x[i / 2][n][2 * (i % 2) + e];
-          y = ptx::exp2(y * factor - lse);
+          y = ptx::exp2(y * log2_factor - lse);
         }
     }
-    store_fragments<T, kRows>(p_tile, x, s_row, s_column);
+    uint32_t packed[kSM][kSN][2];  // p as the products see it; half the registers while dp is computed
+    pack_fragments<T>(packed, x);
+    store_fragments<kRows>(p_tile, packed, s_row, s_column);
 
     float dp[kSM][kSN][4];
     clear(dp);
@@ -334,35 +348,37 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
     for (int i = 0; i < 2 * kSM; ++i) {
       const float delta = row_stat[rows.row(i)].y;
 #pragma unroll
-      for (int n = 0; n < kSN; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& y = x[i / 2][n][2 * (i % 2) + e];
-          y *= dp[i / 2][n][2 * (i % 2) + e] - delta;
-          if (dbias_mode == DBias::kKey) column_sum[n][e] += y;
-        }
+      for (int n = 0; n < kSN; ++n) {
+        const float2 weight = ptx::unpack<T>(packed[i / 2][n][i % 2]);
+        float* const ds = &dp[i / 2][n][2 * (i % 2)];
+        ds[0] = weight.x * (ds[0] - delta), ds[1] = weight.y * (ds[1] - delta);
+        if constexpr (kBias == Bias::kKey) column_sum[n][0] += ds[0], column_sum[n][1] += ds[1];
+      }
     }
     if (p.softcap != 0.0f) {
       // dbias is the gradient of the capped logits; dq and dk need that of the logits before the cap.
       if (dbias_tiles) {
-        store_fragments<T, kRows>(ds_tile, x, s_row, s_column);
+        pack_fragments<T>(packed, dp);
+        store_fragments<kRows>(ds_tile, packed, s_row, s_column);
         __syncthreads();
         dbias_writer().write(ds_tile, t0, queries);
         __syncthreads();
       }
-      clear(dp);
-      multiply<T, kSM, kSN, kHeadDim, kRows, kKeys, false, false>(dp, q_tile, k_tile, s_row, s_column);
+      float again[kSM][kSN][4];
+      clear(again);
+      multiply<T, kSM, kSN, kHeadDim, kRows, kKeys, false, false>(again, q_tile, k_tile, s_row, s_column);
 #pragma unroll
       for (int m = 0; m < kSM; ++m)
 #pragma unroll
         for (int n = 0; n < kSN; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const float capped = tanhf(dp[m][n][i] * (p.scale / p.softcap));
-            x[m][n][i] *= 1.0f - capped * capped;
+            const float capped = ptx::tanh(again[m][n][i] * (p.scale / p.softcap));
+            dp[m][n][i] *= 1.0f - capped * capped;
           }
     }
-    store_fragments<T, kRows>(ds_tile, x, s_row, s_column);
+    pack_fragments<T>(packed, dp);
+    store_fragments<kRows>(ds_tile, packed, s_row, s_column);
     __syncthreads();  // p and ds are there
 
     multiply<T, kKM, kKN, kRows, kRows, kRows, true, true>(dv, p_tile, dout_tile, k_row, k_column);
@@ -430,7 +446,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
     }
   }
 
-  if (dbias_mode == DBias::kKey) {
+  if (kBias == Bias::kKey && dbias_mode != DBias::kNone) {
     // Sum over the lanes that hold other rows, then over the warps that do, in a fixed order.
     __syncthreads();
     float* const sums = reinterpret_cast<float*>(shared);  // [kSM warps][kKeys]

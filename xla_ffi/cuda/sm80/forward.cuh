@@ -28,14 +28,17 @@ struct ForwardShape {
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
   static constexpr int kM = kRows / (16 * kWarps);  // row blocks of a warp
   static constexpr int kTileBytes = 2 * kHeadDim * (kRows + 2 * kKeys);
-  static constexpr int bias_bytes(BiasKind kind, int element) {
-    return kind == BiasKind::kNone ? 0 : kind == BiasKind::kKey ? 4 * kKeys : kRows * kKeys * element;
+  // After q, k and v: mask bits, intervals, bias.
+  __host__ __device__ static int bits_bytes(const Problem& p) { return p.bits.present() ? MaskTile<kRows, kKeys>::kBytes : 0; }
+  static int shared_bytes(const Problem& p, Bias bias) {
+    const int bias_bytes = bias == Bias::kNone ? 0 : bias == Bias::kKey ? 4 * kKeys : kRows * kKeys * (p.bias_dtype == DType::kF32 ? 4 : 2);
+    return kTileBytes + bits_bytes(p) + IntervalTile<kKeys>::bytes(p) + bias_bytes;
   }
 };
 
-template <class T, int kHeadDim, Mask kMask>
+template <class T, int kHeadDim, Mask kMask, Bias kBias>
 __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
-    jax_dma_sm80_forward(const __grid_constant__ Problem p, BiasKind bias_kind, bool bias_aligned) {
+    jax_dma_sm80_forward(const __grid_constant__ Problem p, bool bias_aligned) {
   using Shape = ForwardShape<kHeadDim>;
   constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kThreads = Shape::kThreads, kM = Shape::kM;
   constexpr int kS = kKeys / 8, kO = kHeadDim / 8;  // column blocks of logits and output
@@ -43,12 +46,15 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
 
   extern __shared__ __align__(128) char shared[];
   const uint32_t q_tile = ptx::shared_address(shared), k_tile = q_tile + 2 * kHeadDim * kRows, v_tile = k_tile + 2 * kHeadDim * kKeys;
-  char* const bias_tile = shared + Shape::kTileBytes;
+  const int mask_bytes = kMask == Mask::kNone ? 0 : (kMask == Mask::kBits ? Shape::bits_bytes(p) : 0) + IntervalTile<kKeys>::bytes(p);
+  const uint32_t mask_tile = q_tile + Shape::kTileBytes, interval_tile = mask_tile + (kMask == Mask::kBits ? Shape::bits_bytes(p) : 0);
+  char* const bias_tile = shared + Shape::kTileBytes + mask_bytes;
 
-  // Which tile: the last queries first, because under a causal mask they see the most keys.
+  // Which tile: the last queries of all heads first, because under a causal mask they see the most keys, and a long block
+  // that starts late is waited for.
   const int tile_queries = queries_per_tile(p.G), queries = tile_queries / kQueryParts;
-  const int tiles = static_cast<int>(ceil_div(p.T, queries)), head = blockIdx.x / tiles;
-  const int t0 = (tiles - 1 - static_cast<int>(blockIdx.x) % tiles) * queries, t1 = min(t0 + queries, static_cast<int>(p.T));
+  const int tiles = static_cast<int>(ceil_div(p.T, queries)), heads = static_cast<int>(gridDim.x) / tiles, head = blockIdx.x % heads;
+  const int t0 = (tiles - 1 - static_cast<int>(blockIdx.x) / heads) * queries, t1 = min(t0 + queries, static_cast<int>(p.T));
   __shared__ BlockOperands<T> operands;
   if (threadIdx.x == 0) operands.fill(p, head / p.K, head % p.K);
   __syncthreads();
@@ -63,7 +69,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
         [&](int part) { return part * kKeys < static_cast<int>(p.S) && (!p.causal || part * kKeys <= t1 - 1 + static_cast<int>(p.causal_offset())); });
   };
   const auto load_keys = [&](uint32_t target, const T* base, const View& view, int channels, int key) {
-    load_tile<T, kKeys, kHeadDim, kThreads>(target, channels, base, [&](int row, int) { return key + row < static_cast<int>(p.S) ? base + (key + row) * view.row : nullptr; });
+    load_rows<T, kKeys, kHeadDim, kThreads>(target, base + key * view.row, view.row, static_cast<int>(p.S) - key, channels);
   };
 
   float o[kM][kO][4];
@@ -71,14 +77,12 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
   float m[2 * kM], l[2 * kM];
 #pragma unroll
   for (int i = 0; i < 2 * kM; ++i) m[i] = -INFINITY, l[i] = 0.0f;
-  const float scale_log2 = p.scale * kLog2e;
+  // From the units of x, below, to log2.
+  const float log2_factor = kBias == Bias::kNone && p.softcap == 0.0f && p.scale > 0.0f ? p.scale * kLog2e : kLog2e;
 
   int part = next_part();
   if (part >= 0) {
-    load_tile<T, kRows, kHeadDim, kThreads>(q_tile, p.H, operands.q, [&](int row, int) {
-      const int query = row / p.G;
-      return query < queries && t0 + query < static_cast<int>(p.T) ? operands.q + (t0 + query) * p.q.row + (row % p.G) * p.q.group : nullptr;
-    });
+    QueryLoad<kRows, kHeadDim, kThreads>(p.G).load(q_tile, operands.q + t0 * p.q.row, p.q, t1 - t0, p.G, p.H);
     load_keys(k_tile, operands.k, p.k, p.H, part * kKeys);
     ptx::copy_async_commit();
   }
@@ -88,8 +92,10 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
     ptx::copy_async_wait<0>();
     __syncthreads();  // q and k are there, and nobody reads v or bias of the previous tile any more
     load_keys(v_tile, operands.v, p.v, p.Hv, key);
-    if (bias_kind == BiasKind::kTile) BiasTile{p, operands.bias, bias_aligned}.load<kRows, kKeys, kThreads>(bias_tile, t0, key, queries);
-    else if (bias_kind == BiasKind::kKey) load_key_bias<kKeys, kThreads>(reinterpret_cast<float*>(bias_tile), p, operands.bias, key);
+    if (kMask != Mask::kNone && p.start.present() && !tile_full) IntervalTile<kKeys>::template load<kThreads>(interval_tile, p, operands.start, operands.end, key);
+    if (kMask == Mask::kBits && p.bits.present() && !tile_full) MaskTile<kRows, kKeys>::template load<kThreads>(mask_tile, p, operands.bits, t0, key, queries);
+    if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.load<kRows, kKeys, kThreads>(bias_tile, t0, key, queries);
+    if constexpr (kBias == Bias::kKey) load_key_bias<kKeys, kThreads>(reinterpret_cast<float*>(bias_tile), p, operands.bias, key);
     ptx::copy_async_commit();
 
     float x[kM][kS][4];
@@ -102,17 +108,18 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
     if (part >= 0) {
       load_keys(k_tile, operands.k, p.k, p.H, part * kKeys);
       ptx::copy_async_commit();
+      if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.prefetch<kRows, kKeys, kThreads>(t0, part * kKeys, queries);
     }
 
-    // Logits in units of log2(e) / factor. Without cap, bias and with a positive scale the scaling is left to the exponential.
-    float factor = scale_log2;
+    // Logits, in natural units where there is a cap or a bias; otherwise scaling is left to the exponential.
+    float factor = p.scale;
     if (p.softcap != 0.0f) soft_cap(x, p.scale, p.softcap), factor = 1.0f;
-    if (bias_kind == BiasKind::kTile) BiasTile{p, operands.bias, bias_aligned}.add<T, kKeys>(x, bias_tile, rows, 0, queries, factor), factor = 1.0f;
-    else if (bias_kind == BiasKind::kKey) add_key_bias(x, reinterpret_cast<const float*>(bias_tile), 0, factor), factor = 1.0f;
-    if (factor <= 0.0f) scale_by(x, factor), factor = 1.0f;  // so that the largest product is the largest logit
+    if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.template add<T, kKeys>(x, bias_tile, rows, 0, queries, factor);
+    else if constexpr (kBias == Bias::kKey) add_key_bias(x, reinterpret_cast<const float*>(bias_tile), 0, factor);
+    else if (factor <= 0.0f) scale_by(x, factor);  // so that the largest product is the largest logit
     if (kMask != Mask::kNone && !tile_full) {
-      if constexpr (kMask == Mask::kBits) hide_by_bits(x, p, operands.bits, rows, t0, key, queries);
-      if (p.start.present()) hide_by_intervals(x, p, operands.start, operands.end, rows, t0, key);
+      if (kMask == Mask::kBits && p.bits.present()) MaskTile<kRows, kKeys>::hide(x, mask_tile, p, rows, queries, 0);
+      if (p.start.present()) IntervalTile<kKeys>::hide(x, interval_tile, p, rows, t0, 0);
     }
     if (key + kKeys > static_cast<int>(p.S) || (p.causal && key + kKeys - 1 > t0 + static_cast<int>(p.causal_offset()))) hide_by_position(x, p, rows, t0, key);
 
@@ -124,8 +131,8 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
       for (int n = 0; n < kS; ++n) peak = fmaxf(peak, fmaxf(x[i / 2][n][2 * (i % 2)], x[i / 2][n][2 * (i % 2) + 1]));
       peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
       peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
-      const float shift = peak == -INFINITY ? 0.0f : peak * factor;
-      const float rescale = ptx::exp2(m[i] * factor - shift);
+      const float shift = is_hidden(peak) ? 0.0f : peak * log2_factor;
+      const float rescale = ptx::exp2(m[i] * log2_factor - shift);
       m[i] = peak;
       float sum = 0.0f;
 #pragma unroll
@@ -133,7 +140,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& y = x[i / 2][n][2 * (i % 2) + e];
-          y = ptx::exp2(y * factor - shift);
+          y = ptx::exp2(y * log2_factor - shift);
           sum += y;
         }
       l[i] = l[i] * rescale + sum;
@@ -161,8 +168,6 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
     }
   }
 
-  const bool plain = p.softcap == 0.0f && bias_kind == BiasKind::kNone && scale_log2 > 0.0f;
-  const float factor = plain ? scale_log2 : 1.0f;
   const int lane = threadIdx.x % 32;
   T* const out = static_cast<T*>(p.out.data) + offset_of(p, p.out, head / p.K, head % p.K, 0);
   float* const lse = static_cast<float*>(p.lse.data) + offset_of(p, p.lse, head / p.K, head % p.K, 0);
@@ -180,7 +185,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
       const int c = 8 * n + 2 * (lane % 4);
       if (c < p.Hv) *reinterpret_cast<uint32_t*>(target + c) = ptx::pack<T>(o[i / 2][n][2 * (i % 2)] * inverse, o[i / 2][n][2 * (i % 2) + 1] * inverse);
     }
-    if (lane % 4 == 0) lse[t * p.lse.row + rows.head(i) * p.lse.group] = total == 0.0f ? -INFINITY : (m[i] * factor + log2f(total)) * kLn2;
+    if (lane % 4 == 0) lse[t * p.lse.row + rows.head(i) * p.lse.group] = total == 0.0f ? -INFINITY : (m[i] * log2_factor + log2f(total)) * kLn2;
   }
 }
 

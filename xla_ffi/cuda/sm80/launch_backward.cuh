@@ -23,7 +23,7 @@ template <class T, int kHeadDim, bool kSmall>
 cudaError_t launch_backward_shape(const Problem& p, const BackwardBuffers& buffers, cudaStream_t stream) {
   using Shape = BackwardShape<kHeadDim, kSmall>;
   const int queries = queries_per_tile(p.G) * Shape::kRows / kTileRows;
-  BackwardScratch scratch{reinterpret_cast<float2*>(buffers.row_stats), buffers.dq, buffers.turn, buffers.dbias, ceil_div(p.T, queries) * Shape::kRows, 0};
+  BackwardScratch scratch{reinterpret_cast<float2*>(buffers.row_stats), buffers.dq, buffers.turn, buffers.dbias, ceil_div(p.T, queries) * Shape::kRows, 0, 0, 0};
   const int64_t rows = p.B * p.K * scratch.rows;
   constexpr int kThreads = 256;
   cudaError_t error = cudaSuccess;
@@ -35,22 +35,26 @@ cudaError_t launch_backward_shape(const Problem& p, const BackwardBuffers& buffe
   }
   if (error == cudaSuccess && buffers.dbias != nullptr) error = cudaMemsetAsync(buffers.dbias, 0, buffers.dbias_elements * sizeof(float), stream);
 
-  const auto kernel = p.bits.present()    ? jax_dma_sm80_backward<T, kHeadDim, kSmall, Mask::kBits>
-                      : p.start.present() ? jax_dma_sm80_backward<T, kHeadDim, kSmall, Mask::kIntervals>
-                                          : jax_dma_sm80_backward<T, kHeadDim, kSmall, Mask::kNone>;
   // Blocks that add to one element of dbias are launched one after another where the order of additions must be fixed.
-  const int64_t parts = ceil_div(p.S, Shape::kKeys), blocks = parts * p.K * p.B;
+  const int parts = static_cast<int>(ceil_div(p.S, Shape::kKeys)), heads = static_cast<int>(p.B * p.K);
   const bool in_order = p.deterministic && buffers.dbias != nullptr;
-  const int64_t per_launch = !in_order ? blocks : p.dbias.col == 0 ? 1 : parts;
-  for (scratch.first_block = 0; error == cudaSuccess && scratch.first_block < blocks; scratch.first_block += per_launch)
-    error = launch(kernel, std::min(per_launch, blocks - scratch.first_block), Shape::kThreads, Shape::kSharedBytes, stream, p, scratch, bias_kind_of(p), dbias_mode_of(p),
-                   bias_is_aligned(p, p.bias), bias_is_aligned(p, p.dbias));
+  scratch.heads = in_order ? 1 : heads;
+  const int parts_per_launch = in_order && p.dbias.col == 0 ? 1 : parts;
+  for (scratch.first_head = 0; scratch.first_head < heads; scratch.first_head += scratch.heads)
+    for (scratch.first_part = 0; scratch.first_part < parts && error == cudaSuccess; scratch.first_part += parts_per_launch)
+      error = with_kinds(p, [&](auto mask, auto bias) {
+        constexpr Mask kMask = kSmall ? Mask::kBits : mask();  // the small shapes are compiled once for all masks
+        return launch(jax_dma_sm80_backward<T, kHeadDim, kSmall, kMask, bias()>, int64_t{parts_per_launch} * scratch.heads, Shape::kThreads, Shape::shared_bytes(p), stream, p, scratch,
+                      dbias_mode_of(p), bias_is_aligned(p, p.bias), bias_is_aligned(p, p.dbias));
+      });
   if (error == cudaSuccess && rows > 0)
     error = launch(jax_dma_sm80_reorder_dq<T, kHeadDim, kSmall>, ceil_div(rows * (kHeadDim / 4), kThreads), kThreads, 0, stream, p, reinterpret_cast<const float4*>(buffers.dq), scratch.rows, queries);
   if (error == cudaSuccess && buffers.dbias_elements > 0)
     error = launch(jax_dma_sm80_round_dbias<T>, ceil_div(buffers.dbias_elements, kThreads), kThreads, 0, stream, static_cast<const float*>(buffers.dbias), p.dbias.data, buffers.dbias_elements, p.bias_dtype);
   return error;
 }
+
+constexpr int kStaticBytes = sizeof(BlockOperands<__half>);
 
 template <class T, int kHeadDim>
 cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cudaStream_t stream) {
@@ -59,7 +63,7 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
   if constexpr (kHeadDim > 64)
-    if (shared < BackwardShape<kHeadDim, false>::kSharedBytes) return launch_backward_shape<T, kHeadDim, true>(p, buffers, stream);
+    if (shared < BackwardShape<kHeadDim, false>::shared_bytes(p) + kStaticBytes) return launch_backward_shape<T, kHeadDim, true>(p, buffers, stream);
   return launch_backward_shape<T, kHeadDim, false>(p, buffers, stream);
 }
 

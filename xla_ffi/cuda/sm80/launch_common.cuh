@@ -4,13 +4,23 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "logits.cuh"
 
 namespace jax_dma::sm80 {
 
-inline BiasKind bias_kind_of(const Problem& p) {
-  return !p.bias.present() ? BiasKind::kNone : p.bias.row == 0 && p.bias.group == 0 ? BiasKind::kKey : BiasKind::kTile;
+// Calls `run` with the mask and bias kinds of a problem as template arguments.
+template <class Run>
+cudaError_t with_kinds(const Problem& p, const Run& run) {
+  const auto with_mask = [&](auto bias) {
+    if (p.bits.present()) return run(std::integral_constant<Mask, Mask::kBits>(), bias);
+    if (p.start.present()) return run(std::integral_constant<Mask, Mask::kIntervals>(), bias);
+    return run(std::integral_constant<Mask, Mask::kNone>(), bias);
+  };
+  if (!p.bias.present()) return with_mask(std::integral_constant<Bias, Bias::kNone>());
+  if (p.bias.row == 0 && p.bias.group == 0) return with_mask(std::integral_constant<Bias, Bias::kKey>());
+  return with_mask(std::integral_constant<Bias, Bias::kTile>());
 }
 
 // Whether eight neighbouring keys of any row start at a multiple of 16 bytes.
@@ -25,7 +35,7 @@ template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared, cudaStream_t stream, Arguments... arguments) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (shared > 48 * 1024) {
+  if (shared > 40 * 1024) {  // with the static part, above what a block gets without asking
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (error != cudaSuccess) return error;
   }

@@ -10,14 +10,17 @@
 
 namespace jax_dma::sm80 {
 
-enum class Mask { kNone, kIntervals, kBits };  // kBits: packed bits, and intervals if present
+enum class Mask { kNone, kIntervals, kBits };  // kBits: whatever is present, packed bits or intervals or both
 
 // How bias reaches a tile of logits.
-enum class BiasKind : int {
+enum class Bias {
   kNone,
   kKey,   // one value per key (bias [.., K|1, 1, S]): a vector in shared memory
   kTile,  // anything else: a tile in shared memory, in bias's dtype
 };
+
+// A logit this low is hidden: see kHideBelow. What is added to the bias cannot move it across: it is under 1e22.
+__device__ __forceinline__ bool is_hidden(float logit) { return logit <= kHideBelow; }
 
 // For each of a thread's rows: its query within the tile, and its head within the group, packed to save registers.
 template <int kM>
@@ -62,47 +65,107 @@ struct BlockOperands {
   __device__ static int bias_bytes(const Problem& p) { return p.bias_dtype == DType::kF32 ? 4 : 2; }
 };
 
-// x = -inf where the packed bits are 0. `key` is the warp's first key, `t0` the tile's first query.
-template <int kM, int kN>
-__device__ __forceinline__ void hide_by_bits(float (&x)[kM][kN][4], const Problem& p, const uint32_t* bits, const ThreadRows<kM>& rows, int t0, int key, int queries) {
-  constexpr int kWords = (8 * kN + 31) / 32;
-  const int first_bit = key % 32 + 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int i = 0; i < 2 * kM; ++i) {
-    const int t = t0 + rows.query(i);
-    const bool inside = rows.query(i) < queries && t < static_cast<int>(p.T);
-    const uint32_t* row = bits + t * p.bits.row + rows.head(i) * p.bits.group + (key / 32) * p.bits.col;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      const uint32_t word = inside ? row[w * p.bits.col] >> first_bit : 0;
-#pragma unroll
-      for (int n = 4 * w; n < kN && n < 4 * w + 4; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (!((word >> (8 * (n - 4 * w) + e)) & 1)) x[i / 2][n][2 * (i % 2) + e] = -INFINITY;
-    }
-  }
-}
+// Packed mask bits of a tile in shared memory: a row of kKeys bits per query, or per (query, head).
+template <int kRows, int kKeys>
+struct MaskTile {
+  static constexpr int kRowBytes = kKeys / 8, kBytes = kRows * kRowBytes, kWords = kKeys / 32;
 
-// x = -inf where t is outside [start, end) of the key.
-template <int kM, int kN>
-__device__ __forceinline__ void hide_by_intervals(float (&x)[kM][kN][4], const Problem& p, const int32_t* start, const int32_t* end, const ThreadRows<kM>& rows, int t0, int key) {
-  const bool per_head = p.start.group != 0;
-#pragma unroll
-  for (int n = 0; n < kN; ++n)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int s = key + 8 * n + 2 * (static_cast<int>(threadIdx.x) % 4) + e;
-      if (s >= static_cast<int>(p.S)) continue;  // hidden by hide_by_position
-      int first = start[s], last = end[s];
-#pragma unroll
-      for (int i = 0; i < 2 * kM; ++i) {
-        if (per_head) first = start[s + rows.head(i) * p.start.group], last = end[s + rows.head(i) * p.end.group];
-        const int t = t0 + rows.query(i);
-        if (t < first || t >= last) x[i / 2][n][2 * (i % 2) + e] = -INFINITY;
+  template <int kThreads>
+  __device__ static void load(uint32_t tile, const Problem& p, const uint32_t* bits, int t0, int key, int queries) {
+    const bool per_head = p.bits.group != 0;
+    const int rows = per_head ? kRows : queries;
+    for (int r = threadIdx.x; r < rows; r += kThreads) {
+      const int query = per_head ? r / p.G : r, head = per_head ? r % p.G : 0;
+      const bool inside = query < queries && t0 + query < static_cast<int>(p.T);
+      const uint32_t* source = inside ? bits + (t0 + query) * p.bits.row + head * p.bits.group + (key / 32) * p.bits.col : bits;
+      if (p.bits.col != 0) {
+        ptx::copy_async<kRowBytes>(tile + r * kRowBytes, source, inside);
+      } else {  // one word stands for all keys
+        const uint32_t word = inside ? *source : 0;
+        for (int w = 0; w < kWords; ++w) asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + r * kRowBytes + 4 * w), "r"(word) : "memory");
       }
     }
-}
+  }
+
+  // x = -inf where the bits are 0, for a warp whose columns begin at `column`.
+  template <int kM, int kN>
+  __device__ static void hide(float (&x)[kM][kN][4], uint32_t tile, const Problem& p, const ThreadRows<kM>& rows, int queries, int column) {
+    const bool per_head = p.bits.group != 0;
+    const int first_bit = column % 32 + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      const int query = rows.query(i);
+      const uint32_t row = tile + (per_head ? rows.row(i) : query < queries ? query : 0) * kRowBytes + column / 32 * 4;
+#pragma unroll
+      for (int w = 0; w < (8 * kN + 31) / 32; ++w) {
+        uint32_t word;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(row + 4 * w));
+        word >>= first_bit;
+#pragma unroll
+        for (int n = 4 * w; n < kN && n < 4 * w + 4; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& y = x[i / 2][n][2 * (i % 2) + e];
+            y = (word & (1u << (8 * (n - 4 * w) + e))) != 0 ? y : -INFINITY;
+          }
+      }
+    }
+  }
+};
+
+// Key intervals of a tile in shared memory: (start, end) of kKeys keys, or of kKeys keys for each head of the group.
+template <int kKeys>
+struct IntervalTile {
+  __host__ __device__ static int bytes(const Problem& p) { return !p.start.present() ? 0 : 8 * kKeys * (p.start.group != 0 ? p.G : 1); }
+
+  template <int kThreads>
+  __device__ static void load(uint32_t tile, const Problem& p, const int32_t* start, const int32_t* end, int key) {
+    const int count = p.start.group != 0 ? p.G * kKeys : kKeys;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const int c = key + i % kKeys, g = i / kKeys;
+      const bool valid = c < static_cast<int>(p.S);
+      ptx::copy_async<4>(tile + 8 * i, valid ? start + c + g * p.start.group : start, valid);
+      ptx::copy_async<4>(tile + 8 * i + 4, valid ? end + c + g * p.end.group : end, valid);
+    }
+  }
+
+  // x = -inf where t is outside [start, end), for a warp whose columns begin at `column`.
+  template <int kM, int kN>
+  __device__ static void hide(float (&x)[kM][kN][4], uint32_t tile, const Problem& p, const ThreadRows<kM>& rows, int t0, int column) {
+    tile += 8 * (column + 2 * (threadIdx.x % 4));
+    if (p.start.group == 0) {
+      int t[2 * kM];
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i) t[i] = t0 + rows.query(i);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const int4 pair = read(tile + 64 * n);
+#pragma unroll
+        for (int i = 0; i < 2 * kM; ++i) hide_pair(x[i / 2][n] + 2 * (i % 2), pair, t[i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i) {
+        const int t = t0 + rows.query(i);
+        const uint32_t row = tile + 8 * kKeys * min(rows.head(i), p.G - 1);
+#pragma unroll
+        for (int n = 0; n < kN; ++n) hide_pair(x[i / 2][n] + 2 * (i % 2), read(row + 64 * n), t);
+      }
+    }
+  }
+
+ private:
+  __device__ static int4 read(uint32_t address) {
+    int4 pair;
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(pair.x), "=r"(pair.y), "=r"(pair.z), "=r"(pair.w) : "r"(address));
+    return pair;
+  }
+  __device__ static void hide_pair(float* x, int4 pair, int t) {
+    x[0] = t >= pair.x && t < pair.y ? x[0] : -INFINITY;
+    x[1] = t >= pair.z && t < pair.w ? x[1] : -INFINITY;
+  }
+};
 
 // x = -inf past S and, under the causal rule, past the query.
 template <int kM, int kN>
@@ -120,7 +183,7 @@ __device__ __forceinline__ void hide_by_position(float (&x)[kM][kN][4], const Pr
   }
 }
 
-// x = capped * log2(e) for the accumulators of q k^T.
+// x = the capped logits, for the accumulators of q k^T.
 template <int kM, int kN>
 __device__ __forceinline__ void soft_cap(float (&x)[kM][kN][4], float scale, float cap) {
 #pragma unroll
@@ -128,7 +191,7 @@ __device__ __forceinline__ void soft_cap(float (&x)[kM][kN][4], float scale, flo
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[m][n][i] = cap * tanhf(x[m][n][i] * (scale / cap)) * kLog2e;
+      for (int i = 0; i < 4; ++i) x[m][n][i] = cap * ptx::tanh(x[m][n][i] * (scale / cap));
 }
 
 template <int kM, int kN>
@@ -140,9 +203,6 @@ __device__ __forceinline__ void scale_by(float (&x)[kM][kN][4], float factor) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[m][n][i] *= factor;
 }
-
-// A bias value in log2 units; -inf where it hides.
-__device__ __forceinline__ float bias_term(float bias) { return bias <= kHideBelow ? -INFINITY : bias * kLog2e; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Bias tiles in shared memory: kRows rows of kColumns elements of 2 or 4 bytes, 16-byte chunks swizzled by row.
@@ -166,10 +226,15 @@ struct BiasTile {
   // Loads the tile of queries t0 .. and keys key ..; rows and keys outside are zeros. Asynchronous where aligned.
   template <int kRows, int kColumns, int kThreads>
   __device__ void load(char* tile, int t0, int key, int queries) const {
-    const int bytes = this->bytes();
+    if (bytes() == 4) load_elements<float, kRows, kColumns, kThreads>(tile, t0, key, queries);
+    else load_elements<uint16_t, kRows, kColumns, kThreads>(tile, t0, key, queries);
+  }
+  template <class Element, int kRows, int kColumns, int kThreads>
+  __device__ void load_elements(char* tile, int t0, int key, int queries) const {
+    constexpr int bytes = sizeof(Element), chunks = kColumns * bytes / 16, per_chunk = 16 / bytes;
     const bool per_head = this->per_head();
     const int rows = per_head ? kRows : queries;
-    const int chunks = kColumns * bytes / 16, per_chunk = 16 / bytes;
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * chunks; i += kThreads) {
       const int r = i / chunks, c = (i % chunks) * per_chunk;
       const int t = t0 + (per_head ? r / p.G : r);
@@ -181,15 +246,26 @@ struct BiasTile {
       if (whole_chunks) {
         ptx::copy_async_16(ptx::shared_address(target), valid > 0 ? source : base, valid * bytes);
       } else {
-        for (int e = 0; e < per_chunk; ++e) {
-          if (bytes == 4) reinterpret_cast<float*>(target)[e] = e < valid ? reinterpret_cast<const float*>(source)[e * p.bias.col] : 0.0f;
-          else reinterpret_cast<uint16_t*>(target)[e] = e < valid ? reinterpret_cast<const uint16_t*>(source)[e * p.bias.col] : uint16_t{0};
-        }
+#pragma unroll 1
+        for (int e = 0; e < per_chunk; ++e)
+          reinterpret_cast<Element*>(target)[e] = e < valid ? reinterpret_cast<const Element*>(source)[e * p.bias.col] : Element{};
       }
     }
   }
 
-  // x = x * factor + bias in log2 units, for a warp whose columns begin at `column`.
+  // Brings the tile from device memory nearer, ahead of load().
+  template <int kRows, int kColumns, int kThreads>
+  __device__ void prefetch(int t0, int key, int queries) const {
+    if (p.bias.col == 0) return;
+    const int rows = min(queries, static_cast<int>(p.T) - t0) * (per_head() ? p.G : 1), lines = kColumns * bytes() < 128 ? 1 : kColumns * bytes() / 128;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * lines; i += kThreads) {
+      const int r = i / lines, c = key + i % lines * (128 / bytes());
+      if (c < static_cast<int>(p.S)) ptx::prefetch_l2(base + ((t0 + (per_head() ? r / p.G : r)) * p.bias.row + (per_head() ? r % p.G : 0) * p.bias.group + c) * bytes());
+    }
+  }
+
+  // x = x * factor + bias, for a warp whose columns begin at `column`.
   template <class T, int kColumns, int kM, int kN>
   __device__ void add(float (&x)[kM][kN][4], const char* tile, const ThreadRows<kM>& rows, int column, int queries, float factor) const {
     const int bytes = this->bytes();
@@ -203,14 +279,14 @@ struct BiasTile {
         const char* source = tile + bias_offset<kColumns>(r, c, bytes);
         const float2 b = bytes == 4 ? *reinterpret_cast<const float2*>(source) : ptx::unpack<T>(*reinterpret_cast<const uint32_t*>(source));
         float* y = &x[i / 2][n][2 * (i % 2)];
-        y[0] = y[0] * factor + bias_term(b.x);
-        y[1] = y[1] * factor + bias_term(b.y);
+        y[0] = y[0] * factor + b.x;
+        y[1] = y[1] * factor + b.y;
       }
     }
   }
 };
 
-// Per-key bias: kColumns floats in shared memory, already in log2 units (see bias_term).
+// Per-key bias: kColumns floats in shared memory.
 template <int kColumns, int kThreads>
 __device__ __forceinline__ void load_key_bias(float* target, const Problem& p, const char* base, int key) {
   for (int c = threadIdx.x; c < kColumns; c += kThreads) {
@@ -221,7 +297,7 @@ __device__ __forceinline__ void load_key_bias(float* target, const Problem& p, c
               : p.bias_dtype == DType::kBF16 ? __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(base)[at])
                                              : __half2float(reinterpret_cast<const __half*>(base)[at]);
     }
-    target[c] = bias_term(value);
+    target[c] = value;
   }
 }
 

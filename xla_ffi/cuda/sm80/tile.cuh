@@ -14,21 +14,53 @@ __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int row, int ch
   return tile + (chunk / 8) * (kRows * 128) + row * 128 + (((chunk % 8) ^ (row % 8)) * 16);
 }
 
-// Loads kRows x kChannels elements; `source(row)` gives a row's address or null for a row of zeros. Channels past
-// `channels` (a multiple of 8) are zeros.
-template <class T, int kRows, int kChannels, int kThreads, class Source>
-__device__ __forceinline__ void load_tile(uint32_t tile, int channels, const void* any, const Source& source) {
-  constexpr int kChunks = kChannels / 8, kRowsPerPass = kThreads / kChunks;
+// The part of a tile load that one thread does: 16-byte chunk `chunk` of rows first_row + pass * kRowsPerPass.
+template <int kRows, int kChannels, int kThreads>
+struct ThreadLoad {
+  static constexpr int kChunks = kChannels / 8, kRowsPerPass = kThreads / kChunks, kPasses = kRows / kRowsPerPass;
   static_assert(kThreads % kChunks == 0 && kRows % kRowsPerPass == 0);
-  const int chunk = threadIdx.x % kChunks;
+
+  __device__ static int chunk() { return threadIdx.x % kChunks; }
+  __device__ static int row(int pass) { return pass * kRowsPerPass + threadIdx.x / kChunks; }
+  __device__ static uint32_t target(uint32_t tile, int pass) {
+    if constexpr (kRowsPerPass % 8 == 0) return chunk_address<kRows>(tile, threadIdx.x / kChunks, chunk()) + pass * kRowsPerPass * 128;
+    else return chunk_address<kRows>(tile, row(pass), chunk());
+  }
+};
+
+// Loads the first `rows` (at most kRows) of consecutive rows; rows and channels beyond (channels: a multiple of 8) are zeros.
+// An address outside the array is formed there, but not read.
+template <class T, int kRows, int kChannels, int kThreads>
+__device__ __forceinline__ void load_rows(uint32_t tile, const T* base, int64_t stride, int rows, int channels) {
+  using Load = ThreadLoad<kRows, kChannels, kThreads>;
+  if (Load::chunk() * 8 >= channels) rows = 0;
+  const T* source = base + Load::row(0) * stride + Load::chunk() * 8;
 #pragma unroll
-  for (int pass = 0; pass < kRows / kRowsPerPass; ++pass) {
-    const int row = pass * kRowsPerPass + threadIdx.x / kChunks;
-    const T* address = source(row, pass);
-    const bool valid = address != nullptr && chunk * 8 < channels;
-    ptx::copy_async_16(chunk_address<kRows>(tile, row, chunk), valid ? address + chunk * 8 : any, valid ? 16 : 0);
+  for (int pass = 0; pass < Load::kPasses; ++pass) {
+    ptx::copy_async_16(Load::target(tile, pass), source, Load::row(pass) < rows ? 16 : 0);
+    source += Load::kRowsPerPass * stride;
   }
 }
+
+// The same for the rows of a query tile: query * heads + head, `heads` to a query.
+template <int kRows, int kChannels, int kThreads>
+struct QueryLoad {
+  using Load = ThreadLoad<kRows, kChannels, kThreads>;
+  uint32_t packed[Load::kPasses];  // query | head << 16
+
+  __device__ explicit QueryLoad(int heads) {
+#pragma unroll
+    for (int pass = 0; pass < Load::kPasses; ++pass) packed[pass] = Load::row(pass) / heads | (Load::row(pass) % heads) << 16;
+  }
+  template <class T>
+  __device__ void load(uint32_t tile, const T* base, const View& view, int queries, int heads, int channels) const {
+    const int rows = Load::chunk() * 8 < channels ? queries * heads : 0, row_stride = static_cast<int>(view.row), head_stride = static_cast<int>(view.group);
+    base += Load::chunk() * 8;
+#pragma unroll
+    for (int pass = 0; pass < Load::kPasses; ++pass)
+      ptx::copy_async_16(Load::target(tile, pass), base + static_cast<int>((packed[pass] & 0xffff) * row_stride + (packed[pass] >> 16) * head_stride), Load::row(pass) < rows ? 16 : 0);
+  }
+};
 
 // Where a warp reads matrix operands from a tile. Each lane keeps the address of its row of the first 8x8 matrices; other
 // blocks are an exclusive or (chunks within a panel) and a constant away, because blocks start at even chunks.

@@ -1,0 +1,72 @@
+"""Arrays of more than 2**31 elements, on a GPU (CASES 17)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_dma
+import oracle
+from support import TOLERANCE, relative_error
+
+B, N, K, LENGTH, H = 8, 28, 4, 4096, 64  # 3.76e9 elements of mask and bias
+
+
+def pattern(b, n, t, s):
+    """A bias and a mask as functions of their index, cheap to make anywhere in the array (uint32 arithmetic)."""
+    u = lambda x: x.astype(jnp.uint32)
+    mixed = u(b) * 40503 + u(n) * 9973 + u(t) * 31337 + u(s) * 2654435
+    mixed = (mixed ^ (mixed >> 7)) * np.uint32(2654435761)
+    return ((mixed >> 16) % 1024).astype(jnp.float32) / 512 - 1, (mixed >> 9) % 4 != 0
+
+
+@jax.jit
+def large_mask_and_bias():
+    index = [jax.lax.broadcasted_iota(jnp.int32, (B, N, LENGTH, LENGTH), axis) for axis in range(4)]
+    bias, mask = pattern(*index)
+    return mask, bias.astype(jnp.bfloat16)
+
+
+@pytest.mark.gpu
+def test_mask_and_bias_of_more_than_2_to_the_31_elements():
+    """The last rows of the last heads are addressed with 64-bit offsets, forward and backward."""
+    rng = np.random.default_rng(0)
+    array = lambda heads: rng.standard_normal((B, LENGTH, heads, H), np.float32).astype(jnp.bfloat16)
+    q, k, v, dout = array(N), array(K), array(K), array(N)
+    mask, bias = large_mask_and_bias()
+    assert bias.size > 2**31
+
+    @jax.jit
+    def run(q, k, v, mask, bias, dout):
+        call = lambda q, bias: jax_dma.attention(q, k, v, mask, bias, return_lse=True, implementation="cuda")
+        (out, lse), vjp = jax.vjp(call, q, bias)
+        dq, dbias = vjp((dout, jnp.ones_like(lse)))
+        rows = lambda x: x[:, -3:]  # of every batch entry and head
+        return rows(out), rows(lse), rows(dq), dbias[:, :, -3:]
+
+    got = [np.asarray(x) for x in run(q, k, v, mask, bias, dout)]
+    for b in (0, B // 2, B - 1):  # whole problems of three queries each
+        rows = np.s_[b : b + 1, LENGTH - 3 :]
+        index = np.ix_([b], range(N), range(LENGTH - 3, LENGTH), range(LENGTH))
+        some_bias, some_mask = (np.asarray(x) for x in pattern(*(jnp.asarray(i) for i in index)))
+        want = oracle.attention(
+            q[rows], k[b : b + 1], v[b : b + 1], some_mask, some_bias.astype(jnp.bfloat16),
+            dout=dout[rows], dlse=np.ones((1, 3, N)),
+        )  # fmt: skip
+        allowed = dict(zip(("out", "lse", "dq", "dbias"), (*TOLERANCE["bfloat16"], TOLERANCE["bfloat16"][2])))
+        for name, x in zip(allowed, got):
+            assert relative_error(x[b : b + 1], getattr(want, name)) <= allowed[name], (name, b)
+
+
+@pytest.mark.gpu
+def test_a_long_row_of_keys():
+    """One query over 524288 keys, bias and intervals per key and head."""
+    S = 524288
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shape, np.float32).astype(np.float16) for shape in ((1, 1, 8, 64), (1, S, 2, 64), (1, S, 2, 64)))
+    bias = rng.standard_normal((1, 2, 1, S), np.float32)
+    start = (rng.random((1, 2, S)) < 0.5).astype(np.int32)
+    mask = jax_dma.KeyIntervals(jnp.asarray(start), jnp.ones_like(start))
+    out, lse = jax.jit(lambda *x: jax_dma.attention(*x, return_lse=True, implementation="cuda"))(q, k, v, mask, bias)
+    want = oracle.attention(q, k, v, (start, np.ones_like(start)), bias)
+    assert relative_error(out, want.out) <= TOLERANCE["float16"][0] and relative_error(lse, want.lse) <= TOLERANCE["float16"][1]
