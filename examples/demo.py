@@ -268,7 +268,9 @@ def main():
     print(f"  dynamic mask, {WINDOW:3} keys per query   {scores['dynamic mask']:.3f}")
     print(f"  full attention, {CONTEXT:3} keys per query {scores['full attention']:.3f}")
 
-    model, context = models["dynamic mask"], held_out[:CONTEXT]
+    model = models["dynamic mask"]
+    end = CONTEXT + int(np.argmax(held_out[CONTEXT:] == ord(" ")))  # the end of a word
+    context = held_out[end - CONTEXT : end]
     continuation = sample(model, context, jax.random.key(options.seed), length=250)
     print("\n--- held-out text, then [what the dynamic-mask model makes of it] ---")
     print(f"{readable(context[-120:])}[{readable(continuation)}]")

@@ -117,9 +117,7 @@ def _make_primitive(name, types, on_xla, on_ffi):
 
     def lower(platform, *operands, call):
         chosen = ffi.choose(platform, call, operands)
-        # A lowering is traced outside the mesh whose manual axes its operands' types name.
-        mesh = jax.typeof(operands[0]).sharding.mesh
-        with jax.sharding.use_abstract_mesh(mesh), jax.named_scope(f"jax_dma.{name}.{chosen}"):
+        with jax.named_scope(f"jax_dma.{name}.{chosen}"):
             return list(on_xla(*operands, call=call) if chosen == "xla" else on_ffi(chosen, *operands, call=call))
 
     for platform in (None, "cpu", "cuda"):

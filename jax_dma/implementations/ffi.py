@@ -103,7 +103,12 @@ def _config(call):
 
 def _result(shape, dtype, like):
     """The type of a result, varying over the mesh axes of ``like``."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
+    aval = jax.typeof(like)
+    if aval.sharding.mesh.empty:
+        return jax.ShapeDtypeStruct(shape, dtype)
+    # A lowering is traced outside the mesh that the axes belong to, so the type has to bring it along.
+    sharding = aval.sharding.update(spec=jax.sharding.PartitionSpec())
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
 
 
 def _pad_channels(name, x):

@@ -62,7 +62,8 @@ def attention(q, k, v, visibility, bias, *, causal, scale, softcap):
         body = jax.checkpoint(lambda ops, t0: query_chunk(ops, t0, QUERY_CHUNK), prevent_cse=False)
         starts = jnp.arange(whole, dtype=jnp.int32) * QUERY_CHUNK
         _, (out, lse) = jax.lax.scan(lambda _, t0: (None, body(operands, t0)), None, starts)
-        join = lambda x, axis: jnp.moveaxis(x, 0, axis).reshape(x.shape[1 : axis + 1] + (-1,) + x.shape[axis + 2 :])
+        merged = (whole * QUERY_CHUNK,)  # spelled out: -1 cannot be inferred for an empty batch
+        join = lambda x, axis: jnp.moveaxis(x, 0, axis).reshape(x.shape[1 : axis + 1] + merged + x.shape[axis + 2 :])
         axis = len(batch) + 2
         outs.append(join(out, axis)), lses.append(join(lse, axis))
     if T > whole * QUERY_CHUNK or T == 0:

@@ -239,11 +239,11 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
   // The rows that this thread loads are the same in every tile: (query, head) is worked out once.
   const QueryLoad<kRows, kHeadDim, kThreads> query_load(p.G);
   const auto load_queries = [&](int tile, int stage) {
-    const int t0 = tile * queries, count = min(queries, static_cast<int>(p.T) - t0);
-    query_load.load(q_tiles + stage * Shape::kQBytes, operands.q + t0 * p.q.row, p.q, count, p.G, p.H);
-    query_load.load(dout_tiles + stage * Shape::kQBytes, operands.dout + t0 * p.dout.row, p.dout, count, p.G, p.Hv);
-    const float2* const row_stats = scratch.row_stats + head * scratch.rows + int64_t{tile} * kRows;
-    if (threadIdx.x < kRows / 2) ptx::copy_async_16(ptx::shared_address(stats + stage * kRows + 2 * threadIdx.x), row_stats + 2 * threadIdx.x, 16);
+    const int t0 = tile * queries, rows = min(queries, static_cast<int>(p.T) - t0) * p.G;
+    query_load.load(q_tiles + stage * Shape::kQBytes, operands.q + t0 * p.q.row, p.q, rows, p.H);
+    query_load.load(dout_tiles + stage * Shape::kQBytes, operands.dout + t0 * p.dout.row, p.dout, rows, p.Hv);
+    if (threadIdx.x < kRows / 2)
+      ptx::copy_async_16(ptx::shared_address(stats + stage * kRows + 2 * threadIdx.x), scratch.row_stats + head * scratch.rows + int64_t{tile} * kRows + 2 * threadIdx.x, 16);
     ptx::copy_async_commit();
   };
 

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
 
   int part = next_part();
   if (part >= 0) {
-    QueryLoad<kRows, kHeadDim, kThreads>(p.G).load(q_tile, operands.q + t0 * p.q.row, p.q, t1 - t0, p.G, p.H);
+    QueryLoad<kRows, kHeadDim, kThreads>(p.G).load(q_tile, operands.q + t0 * p.q.row, p.q, (t1 - t0) * p.G, p.H);
     load_keys(k_tile, operands.k, p.k, p.H, part * kKeys);
     ptx::copy_async_commit();
   }
@@ -91,11 +91,11 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
     const bool tile_full = live.tile_full;
     ptx::copy_async_wait<0>();
     __syncthreads();  // q and k are there, and nobody reads v or bias of the previous tile any more
-    load_keys(v_tile, operands.v, p.v, p.Hv, key);
     if (kMask != Mask::kNone && p.start.present() && !tile_full) IntervalTile<kKeys>::template load<kThreads>(interval_tile, p, operands.start, operands.end, key);
     if (kMask == Mask::kBits && p.bits.present() && !tile_full) MaskTile<kRows, kKeys>::template load<kThreads>(mask_tile, p, operands.bits, t0, key, queries);
     if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.load<kRows, kKeys, kThreads>(bias_tile, t0, key, queries);
     if constexpr (kBias == Bias::kKey) load_key_bias<kKeys, kThreads>(reinterpret_cast<float*>(bias_tile), p, operands.bias, key);
+    load_keys(v_tile, operands.v, p.v, p.Hv, key);
     ptx::copy_async_commit();
 
     float x[kM][kS][4];
@@ -148,23 +148,24 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
       for (int n = 0; n < kO; ++n) o[i / 2][n][2 * (i % 2)] *= rescale, o[i / 2][n][2 * (i % 2) + 1] *= rescale;
     }
 
+    // o += p v: accumulator fragments of p are operand fragments, two column blocks to one k block. v is read a step ahead.
     const auto v_operand = OperandB<kKeys>::template at<true>(v_tile, 0);
-    // o += p v: accumulator fragments of p are operand fragments, two column blocks to one k block.
+    constexpr int kPairs = kO / 2;
+    uint32_t a[kM][4], b[2][4];
+    v_operand.template load<true>(b[0], 0, 0);
 #pragma unroll
-    for (int n = 0; n < kS; n += 2) {
-      uint32_t a[kM][4];
+    for (int step = 0; step < kS / 2 * kPairs; ++step) {
+      const int n = step / kPairs * 2, c = step % kPairs * 2, next = step + 1;
+      if (c == 0) {
 #pragma unroll
-      for (int r = 0; r < kM; ++r) {
-        a[r][0] = ptx::pack<T>(x[r][n][0], x[r][n][1]), a[r][1] = ptx::pack<T>(x[r][n][2], x[r][n][3]);
-        a[r][2] = ptx::pack<T>(x[r][n + 1][0], x[r][n + 1][1]), a[r][3] = ptx::pack<T>(x[r][n + 1][2], x[r][n + 1][3]);
+        for (int r = 0; r < kM; ++r) {
+          a[r][0] = ptx::pack<T>(x[r][n][0], x[r][n][1]), a[r][1] = ptx::pack<T>(x[r][n][2], x[r][n][3]);
+          a[r][2] = ptx::pack<T>(x[r][n + 1][0], x[r][n + 1][1]), a[r][3] = ptx::pack<T>(x[r][n + 1][2], x[r][n + 1][3]);
+        }
       }
+      if (next < kS / 2 * kPairs) v_operand.template load<true>(b[next % 2], next % kPairs * 2, next / kPairs * 16);
 #pragma unroll
-      for (int c = 0; c < kO; c += 2) {
-        uint32_t b[4];
-        v_operand.template load<true>(b, c, 8 * n);
-#pragma unroll
-        for (int r = 0; r < kM; ++r) ptx::mma<T>(o[r][c], a[r], b[0], b[1]), ptx::mma<T>(o[r][c + 1], a[r], b[2], b[3]);
-      }
+      for (int r = 0; r < kM; ++r) ptx::mma<T>(o[r][c], a[r], b[step % 2][0], b[step % 2][1]), ptx::mma<T>(o[r][c + 1], a[r], b[step % 2][2], b[step % 2][3]);
     }
   }
 

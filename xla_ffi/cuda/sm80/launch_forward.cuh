@@ -9,10 +9,10 @@ namespace jax_dma::sm80 {
 
 template <class T, int kHeadDim>
 cudaError_t launch_forward(const Problem& p, cudaStream_t stream) {
-  using Shape = ForwardShape<kHeadDim>;
-  const int64_t tiles = ceil_div(p.T, queries_per_tile(p.G) * Shape::kRows / kTileRows), blocks = tiles * p.K * p.B;
   return with_kinds(p, [&](auto mask, auto bias) {
-    return launch(jax_dma_sm80_forward<T, kHeadDim, mask(), bias()>, blocks, Shape::kThreads, Shape::shared_bytes(p, bias()), stream, p, bias_is_aligned(p, p.bias));
+    using Shape = ForwardShape<kHeadDim>;
+    const int64_t tiles = ceil_div(p.T, queries_per_tile(p.G) * Shape::kRows / kTileRows);
+    return launch(jax_dma_sm80_forward<T, kHeadDim, mask(), bias()>, tiles * p.K * p.B, Shape::kThreads, Shape::shared_bytes(p, bias()), stream, p, bias_is_aligned(p, p.bias));
   });
 }
 

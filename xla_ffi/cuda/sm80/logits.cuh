@@ -92,15 +92,20 @@ struct MaskTile {
   __device__ static void hide(float (&x)[kM][kN][4], uint32_t tile, const Problem& p, const ThreadRows<kM>& rows, int queries, int column) {
     const bool per_head = p.bits.group != 0;
     const int first_bit = column % 32 + 2 * (threadIdx.x % 4);
+    constexpr int kWords = (8 * kN + 31) / 32;
+    uint32_t words[2 * kM][kWords];
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const int query = rows.query(i);
       const uint32_t row = tile + (per_head ? rows.row(i) : query < queries ? query : 0) * kRowBytes + column / 32 * 4;
 #pragma unroll
-      for (int w = 0; w < (8 * kN + 31) / 32; ++w) {
-        uint32_t word;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(row + 4 * w));
-        word >>= first_bit;
+      for (int w = 0; w < kWords; ++w) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[i][w]) : "r"(row + 4 * w));
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i)
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const uint32_t word = words[i][w] >> first_bit;
 #pragma unroll
         for (int n = 4 * w; n < kN && n < 4 * w + 4; ++n)
 #pragma unroll
@@ -109,7 +114,6 @@ struct MaskTile {
             y = (word & (1u << (8 * (n - 4 * w) + e))) != 0 ? y : -INFINITY;
           }
       }
-    }
   }
 };
 
@@ -268,16 +272,22 @@ struct BiasTile {
   // x = x * factor + bias, for a warp whose columns begin at `column`.
   template <class T, int kColumns, int kM, int kN>
   __device__ void add(float (&x)[kM][kN][4], const char* tile, const ThreadRows<kM>& rows, int column, int queries, float factor) const {
-    const int bytes = this->bytes();
+    if (bytes() == 4) add_elements<float2, kColumns>(x, tile, rows, column, queries, factor, [](float2 pair) { return pair; });
+    else add_elements<uint32_t, kColumns>(x, tile, rows, column, queries, factor, [](uint32_t pair) { return ptx::unpack<T>(pair); });
+  }
+  // A row is read whole before it is used, so that the latencies of shared memory overlap.
+  template <class Pair, int kColumns, int kM, int kN, class Unpack>
+  __device__ void add_elements(float (&x)[kM][kN][4], const char* tile, const ThreadRows<kM>& rows, int column, int queries, float factor, const Unpack& unpack) const {
     const bool per_head = this->per_head();
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const int r = per_head ? rows.row(i) : (rows.query(i) < queries ? rows.query(i) : 0);
+      Pair pairs[kN];
+#pragma unroll
+      for (int n = 0; n < kN; ++n) pairs[n] = *reinterpret_cast<const Pair*>(tile + bias_offset<kColumns>(r, column + 8 * n + 2 * (threadIdx.x % 4), sizeof(Pair) / 2));
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        const int c = column + 8 * n + 2 * (threadIdx.x % 4);
-        const char* source = tile + bias_offset<kColumns>(r, c, bytes);
-        const float2 b = bytes == 4 ? *reinterpret_cast<const float2*>(source) : ptx::unpack<T>(*reinterpret_cast<const uint32_t*>(source));
+        const float2 b = unpack(pairs[n]);
         float* y = &x[i / 2][n][2 * (i % 2)];
         y[0] = y[0] * factor + b.x;
         y[1] = y[1] * factor + b.y;

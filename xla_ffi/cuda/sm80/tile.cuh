@@ -52,9 +52,11 @@ struct QueryLoad {
 #pragma unroll
     for (int pass = 0; pass < Load::kPasses; ++pass) packed[pass] = Load::row(pass) / heads | (Load::row(pass) % heads) << 16;
   }
+  // `rows`: how many rows hold something.
   template <class T>
-  __device__ void load(uint32_t tile, const T* base, const View& view, int queries, int heads, int channels) const {
-    const int rows = Load::chunk() * 8 < channels ? queries * heads : 0, row_stride = static_cast<int>(view.row), head_stride = static_cast<int>(view.group);
+  __device__ void load(uint32_t tile, const T* base, const View& view, int rows, int channels) const {
+    const int row_stride = static_cast<int>(view.row), head_stride = static_cast<int>(view.group);
+    if (Load::chunk() * 8 >= channels) rows = 0;
     base += Load::chunk() * 8;
 #pragma unroll
     for (int pass = 0; pass < Load::kPasses; ++pass)
@@ -107,25 +109,31 @@ struct OperandB {  // two neighbouring 16 x 8 blocks
 };
 
 // c [16 kM x 8 kN] += A [.. x kK] B [kK x ..] for one warp: its rows begin at `row`, its columns at `column`, multiples of
-// 16 kM and 8 kN. kARows and kBRows are the row counts of the stored tiles.
+// 16 kM and 8 kN. kARows and kBRows are the row counts of the stored tiles. Operands are read one step ahead of their use:
+// with two warps a scheduler nothing else hides the latency of shared memory.
 template <class T, int kM, int kN, int kK, int kARows, int kBRows, bool kATransposed, bool kBTransposed>
 __device__ __forceinline__ void multiply(float (&c)[kM][kN][4], uint32_t a_tile, uint32_t b_tile, int row, int column) {
+  constexpr int kPairs = kN / 2, kSteps = kK / 16 * kPairs;  // a step is one k block by one pair of column blocks
   const auto a_operand = OperandA<kARows>::template at<kATransposed>(a_tile, row);
   const auto b_operand = OperandB<kBRows>::template at<kBTransposed>(b_tile, column);
+  uint32_t a[2][kM][4], b[2][4];
+  const auto load = [&](int step) {
+    const int k = step / kPairs, pair = step % kPairs;
+    if (pair == 0) {
 #pragma unroll
-  for (int k = 0; k < kK; k += 16) {
-    uint32_t a[kM][4];
+      for (int m = 0; m < kM; ++m) a_operand.template load<kATransposed>(a[k % 2][m], m, 16 * k);
+    }
+    b_operand.template load<kBTransposed>(b[step % 2], 2 * pair, 16 * k);
+  };
+  load(0);
 #pragma unroll
-    for (int m = 0; m < kM; ++m) a_operand.template load<kATransposed>(a[m], m, k);
+  for (int step = 0; step < kSteps; ++step) {
+    if (step + 1 < kSteps) load(step + 1);
+    const int n = 2 * (step % kPairs);
 #pragma unroll
-    for (int n = 0; n < kN; n += 2) {
-      uint32_t b[4];
-      b_operand.template load<kBTransposed>(b, n, k);
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        ptx::mma<T>(c[m][n], a[m], b[0], b[1]);
-        ptx::mma<T>(c[m][n + 1], a[m], b[2], b[3]);
-      }
+    for (int m = 0; m < kM; ++m) {
+      ptx::mma<T>(c[m][n], a[step / kPairs % 2][m], b[step % 2][0], b[step % 2][1]);
+      ptx::mma<T>(c[m][n + 1], a[step / kPairs % 2][m], b[step % 2][2], b[step % 2][3]);
     }
   }
 }
