@@ -1,8 +1,8 @@
 """Small attention problems: their shapes, what broadcasts in them, and random inputs for them.
 
-A mask or bias is described by a pattern of four letters, one per axis: batch ``B`` or ``1``, heads ``N``, ``K`` or ``1``,
-queries ``T`` or ``1``, keys ``S`` or ``1``. ``"1KTS"`` is [1, K, T, S]. A mask pattern of two letters, such as ``"BK"``,
-stands for key intervals of shape [B, K, S].
+A mask or bias is described by a pattern of four letters, one per axis: batch ``B`` or ``1``, heads ``N``, ``K`` or
+``1``, queries ``T`` or ``1``, keys ``S`` or ``1``. ``"1KTS"`` is [1, K, T, S]. A mask pattern of two letters, such as
+``"BK"``, stands for key intervals of shape [B, K, S].
 """
 
 import dataclasses
@@ -45,7 +45,11 @@ class Case:
         """The shape that a pattern stands for."""
         sizes = {"N": self.N, "K": self.K, "T": self.T, "S": self.S, "1": 1}
         batch = self.batch if pattern[0] == "B" else (1,) * len(self.batch)
-        return (*batch, *(sizes[letter] for letter in pattern[1:])) if len(pattern) == 4 else (*batch, sizes[pattern[1]], self.S)
+        return (
+            (*batch, *(sizes[letter] for letter in pattern[1:]))
+            if len(pattern) == 4
+            else (*batch, sizes[pattern[1]], self.S)
+        )
 
     @property
     def options(self):
@@ -184,4 +188,4 @@ NAMED = {
     "no_batch_axis": Case((), mask="1KTS", bias="1N1S", is_causal=True),
     "two_batch_axes": Case((2, 3), 30, 40, 4, 2, 8, mask="BKTS", bias="1NTS"),
     "three_batch_axes": Case((2, 1, 3), 30, 40, 4, 2, 8, mask="BN", bias="B1TS"),
-}  # fmt: skip
+}

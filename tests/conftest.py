@@ -1,8 +1,10 @@
 """Which implementations the suite runs on, and where.
 
-Every test that takes the ``implementation`` fixture runs once for each implementation usable here. Its "cuda" version is
-marked ``gpu`` and skipped where there is no GPU; ``pytest -m gpu`` on a GPU machine runs exactly those. With
+Every test that takes the ``implementation`` fixture runs once for each implementation usable here. Its "cuda" version
+is marked ``gpu`` and skipped where there is no GPU; ``pytest -m gpu`` on a GPU machine runs exactly those. With
 ``--implementation NAME`` (repeatable) only the named ones run, and it is an error if one of them is not usable.
+
+"CASES" and a number, in docstrings: a kind of fault that other attention libraries shipped, which the test rules out.
 """
 
 import os
@@ -20,13 +22,20 @@ import jax_dma  # noqa: E402
 STATUS = jax_dma.status()
 
 hypothesis.settings.register_profile(
-    "suite", max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+    "suite",
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
 )
 hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--implementation", action="append", default=[], help="test only this implementation; it must be usable")
+    parser.addoption(
+        "--implementation", action="append", default=[], help="test only this implementation; it must be usable"
+    )
 
 
 def pytest_configure(config):

@@ -1,7 +1,7 @@
 """What attention means, in float64 NumPy and one (batch, head) pair at a time: the judge of every implementation.
 
-Written from SPEC.md alone and sharing no code with ``jax_dma``: masks are given as a bool array or as a pair (start, end)
-of integer arrays, and the gradients are closed formulas, not automatic differentiation.
+Written from the definition alone and sharing no code with ``jax_dma``: masks are given as a bool array or as a pair
+(start, end) of integer arrays, and the gradients are closed formulas, not automatic differentiation.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ HIDE_BELOW = -1e30
 
 
 class Results(NamedTuple):
-    """Values, and the gradients for cotangents dout and dlse (None if there were none). ``dbias`` is None without bias."""
+    """Values, and the gradients for cotangents dout and dlse, None if there were none (dbias also without bias)."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -32,7 +32,9 @@ def attention(q, k, v, mask=None, bias=None, *, is_causal=False, scale=None, sof
       bias: None or a float array [*batch|1, N|K|1, T|1, S|1].
       dout, dlse: cotangents [*batch, T, N, Hv] and [*batch, T, N]; None for values only.
     """
-    q, k, v, bias, dout, dlse = (None if x is None else np.asarray(x).astype(np.float64) for x in (q, k, v, bias, dout, dlse))
+    q, k, v, bias, dout, dlse = (
+        None if x is None else np.asarray(x).astype(np.float64) for x in (q, k, v, bias, dout, dlse)
+    )
     *batch, T, N, H = q.shape
     S, K, Hv = v.shape[-3:]
     scale = H**-0.5 if scale is None else scale

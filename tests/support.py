@@ -11,7 +11,7 @@ import jax_dma
 import oracle
 from cases import as_jax_mask, make
 
-# Relative Frobenius error of (out, lse, each gradient), from SPEC.md.
+# Relative Frobenius error of (out, lse, each gradient), that the library promises.
 TOLERANCE = {
     "bfloat16": (5e-3, 1e-3, 1e-2),
     "float16": (1e-3, 1e-3, 2e-3),
@@ -82,12 +82,14 @@ def errors(got, want):
     found = {"out": relative_error(got.out, want.out), "lse": lse_error(got.lse, want.lse)}
     for name in ("dq", "dk", "dv", "dbias"):
         if getattr(want, name) is not None:
-            found[name] = relative_error(getattr(got, name), getattr(want, name), want.dbias_norm if name == "dbias" else 0.0)
+            found[name] = relative_error(
+                getattr(got, name), getattr(want, name), want.dbias_norm if name == "dbias" else 0.0
+            )
     return found
 
 
 def assert_close(got, want, dtype, factor=1.0):
-    """Each error within SPEC.md's tolerance for the dtype (times a factor); dbias comes in bias's own dtype."""
+    """Each error within the promised tolerance for the dtype (times a factor); dbias comes in bias's own dtype."""
     found, (out, lse, gradient) = errors(got, want), TOLERANCE[str(dtype)]
     allowed = {name: factor * {"out": out, "lse": lse}.get(name, gradient) for name in found}
     if "dbias" in found:

@@ -184,14 +184,38 @@ REFUSED = {  # operands to build, what to change about them, about the results, 
     "bits_dtype": (dict(bits=True), dict(bits=zeros(2, N, T, 12, dtype="int32")), {}, {}, "bits has the wrong dtype"),
     "bits_words": (dict(bits=True), dict(bits=zeros(2, N, T, 10, dtype="uint32")), {}, {}, "bits has shape"),
     "bits_rank": (dict(bits=True), dict(bits=zeros(N, T, 12, dtype="uint32")), {}, {}, "bits"),
-    "tiles_by_query": (dict(bits=True), dict(tiles_by_query=zeros(2, K, 2, 2, 1, dtype="uint32")), {}, {}, "tiles_by_query has shape"),
-    "tiles_by_query_dtype": (dict(bits=True), dict(tiles_by_query=zeros(2, K, 1, 2, 1, dtype="int32")), {}, {}, "tiles_by_query must be u32"),
-    "tiles_by_key": (dict(bits=True), dict(tiles_by_key=zeros(2, K, 4, 2, 1, dtype="uint32")), {}, {}, "tiles_by_key has shape"),
+    "tiles_by_query": (
+        dict(bits=True),
+        dict(tiles_by_query=zeros(2, K, 2, 2, 1, dtype="uint32")),
+        {},
+        {},
+        "tiles_by_query has shape",
+    ),
+    "tiles_by_query_dtype": (
+        dict(bits=True),
+        dict(tiles_by_query=zeros(2, K, 1, 2, 1, dtype="int32")),
+        {},
+        {},
+        "tiles_by_query must be u32",
+    ),
+    "tiles_by_key": (
+        dict(bits=True),
+        dict(tiles_by_key=zeros(2, K, 4, 2, 1, dtype="uint32")),
+        {},
+        {},
+        "tiles_by_key has shape",
+    ),
     "start_dtype": (dict(intervals=True), dict(start=zeros(1, K, S, dtype="uint32")), {}, {}, "start must be s32"),
     "start_length": (dict(intervals=True), dict(start=zeros(1, K, S - 1, dtype="int32")), {}, {}, "start has shape"),
     "end_heads": (dict(intervals=True), dict(end=zeros(1, 3, S, dtype="int32")), {}, {}, "end has shape"),
     "bounds": (dict(intervals=True), dict(bounds=zeros(1, K, 4, 2, dtype="int32")), {}, {}, "bounds has shape"),
-    "bounds_dtype": (dict(intervals=True), dict(bounds=zeros(1, K, 4, 3, dtype="uint32")), {}, {}, "bounds must be s32"),
+    "bounds_dtype": (
+        dict(intervals=True),
+        dict(bounds=zeros(1, K, 4, 3, dtype="uint32")),
+        {},
+        {},
+        "bounds must be s32",
+    ),
     "bias_dtype": (dict(bias=BIAS), dict(bias=zeros(*BIAS, dtype="int32")), {}, {}, "bias must be"),
     "bias_heads": (dict(bias=BIAS), dict(bias=zeros(1, 3, 1, S)), {}, {}, "bias has shape"),
     "bias_keys": (dict(bias=BIAS), dict(bias=zeros(1, K, 1, S + 1)), {}, {}, "bias has shape"),
@@ -208,13 +232,31 @@ REFUSED = {  # operands to build, what to change about them, about the results, 
     "dv_heads": (dict(backward=True), {}, dict(dv=zeros(2, S, N, HV)), {}, "dv has shape"),
     "dv_dtype": (dict(backward=True), {}, dict(dv=zeros(2, S, K, HV, dtype="float32")), {}, "dv has the wrong dtype"),
     "dout_shape": (dict(backward=True), dict(dout=zeros(2, T, N, H)), {}, {}, "dout has shape"),
-    "dout_dtype": (dict(backward=True), dict(dout=zeros(2, T, N, HV, dtype="float16")), {}, {}, "dout has the wrong dtype"),
+    "dout_dtype": (
+        dict(backward=True),
+        dict(dout=zeros(2, T, N, HV, dtype="float16")),
+        {},
+        {},
+        "dout has the wrong dtype",
+    ),
     "dlse_shape": (dict(backward=True), dict(dlse=zeros(2, T, K, dtype="float32")), {}, {}, "dlse has shape"),
     "dlse_dtype": (dict(backward=True), dict(dlse=zeros(2, T, N)), {}, {}, "dlse has the wrong dtype"),
-    "residual_out": (dict(backward=True), dict(out=zeros(2, T, N, HV, dtype="float32")), {}, {}, "out has the wrong dtype"),
+    "residual_out": (
+        dict(backward=True),
+        dict(out=zeros(2, T, N, HV, dtype="float32")),
+        {},
+        {},
+        "out has the wrong dtype",
+    ),
     "dbias_shape": (dict(backward=True, bias=BIAS), {}, dict(dbias=zeros(1, 3, 1, S)), {}, "dbias"),
-    "dbias_dtype": (dict(backward=True, bias=BIAS), {}, dict(dbias=zeros(*BIAS, dtype="float32")), {}, "dbias must have bias's dtype"),
-}  # fmt: skip
+    "dbias_dtype": (
+        dict(backward=True, bias=BIAS),
+        {},
+        dict(dbias=zeros(*BIAS, dtype="float32")),
+        {},
+        "dbias must have bias's dtype",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -240,5 +282,7 @@ def test_well_formed_raw_calls_are_served(kernels):
     out, lse = call(operands(bits=True, intervals=True, bias=BIAS), FORWARD)
     assert not np.asarray(out).any() and np.allclose(lse[:, 3:], -np.inf) and np.allclose(lse[:, :3], np.log(S))
     if kernels == "cpu":  # the CUDA call has workspace results besides
-        gradients = call(operands(backward=True, bits=True, intervals=True, bias=BIAS), {**BACKWARD, "dbias": zeros(*BIAS)})
+        gradients = call(
+            operands(backward=True, bits=True, intervals=True, bias=BIAS), {**BACKWARD, "dbias": zeros(*BIAS)}
+        )
         assert [x.shape for x in gradients] == [x.shape for x in (*BACKWARD.values(), zeros(*BIAS))]

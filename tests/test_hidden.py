@@ -49,8 +49,11 @@ def tile_pattern(rows, columns, tiles, rows_per_tile, kind, seed=0):
     return seen if tiles == "full" else seen & (np.random.default_rng(seed).random((rows, columns)) < 0.5)
 
 
-@pytest.mark.parametrize("kind", ["checkerboard", "alternating_query_tiles", "alternating_key_tiles", "odd_key_tiles"]
-                         + ["first_and_last_empty", "one_tile", "nothing"])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    ["checkerboard", "alternating_query_tiles", "alternating_key_tiles", "odd_key_tiles"]
+    + ["first_and_last_empty", "one_tile", "nothing"],
+)
 @pytest.mark.parametrize("how", ["mask", "bias"])
 def test_empty_tiles(implementation, kind, how):
     """Tiles skipped in either direction leave no stale data behind and lse set (CASES 19, 21, 22)."""
@@ -61,7 +64,9 @@ def test_empty_tiles(implementation, kind, how):
     check(implementation, *hide(how, case, make(case), seen))
 
 
-@pytest.mark.parametrize("kind, how", [("checkerboard", "plan"), ("alternating_query_tiles", "mask"), ("odd_key_tiles", "mask")])
+@pytest.mark.parametrize(
+    "kind, how", [("checkerboard", "plan"), ("alternating_query_tiles", "mask"), ("odd_key_tiles", "mask")]
+)
 def test_empty_tiles_of_single_heads(implementation, kind, how):
     """The same with G = 1, where a tile is 128 queries, and tiles that are wholly visible (CASES 21)."""
     case = fit(Case((1,), 4 * 128 - 3, 3 * KEY_TILE + 5, 1, 1, 16, bias="1N1S"), implementation)
@@ -72,7 +77,9 @@ def test_empty_tiles_of_single_heads(implementation, kind, how):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_key_tiles_that_no_query_sees(implementation, is_causal):
     """Key intervals with whole tiles of empty intervals between others, and tiles seen by few queries (CASES 21)."""
-    case = fit(Case((1,), 150, 6 * KEY_TILE - 30, 4, 2, 16, mask="1K", bias="1K1S", is_causal=is_causal), implementation)
+    case = fit(
+        Case((1,), 150, 6 * KEY_TILE - 30, 4, 2, 16, mask="1K", bias="1K1S", is_causal=is_causal), implementation
+    )
     tile = np.arange(case.S) // KEY_TILE
     start = np.where(tile % 2 == 0, 20 * tile, 7).astype(np.int32)
     end = np.where(tile % 2 == 0, start + 15, 7).astype(np.int32)
@@ -80,7 +87,10 @@ def test_key_tiles_that_no_query_sees(implementation, is_causal):
     check(implementation, case, make(case)._replace(mask=mask))
 
 
-@pytest.mark.parametrize("mask, bias, is_causal", [("1NTS", "1NTS", False), ("11TS", "11TS", True), ("BK", "BNTS", False), (None, "1K1S", False)])
+@pytest.mark.parametrize(
+    "mask, bias, is_causal",
+    [("1NTS", "1NTS", False), ("11TS", "11TS", True), ("BK", "BNTS", False), (None, "1K1S", False)],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_that_see_no_key(implementation, mask, bias, is_causal, dtype):
     """out 0, lse -inf and zero gradients, whatever their cotangents hold: NaN here (CASES 19)."""
@@ -119,7 +129,7 @@ ORDINARY = {
 @pytest.mark.parametrize("name", [*HIDING, *ORDINARY])
 @pytest.mark.parametrize("where", ["some", "rows"])
 def test_extreme_bias(implementation, name, where):
-    """At single positions and filling whole rows: finite everywhere, and exactly what the definition says (CASES 15)."""
+    """At single positions and filling whole rows: finite everywhere, and what the definition says (CASES 15)."""
     bias_dtype, value = {**HIDING, **ORDINARY}[name]
     case = Case((1,), 40, 150, 2, 1, 16, dtype="bfloat16" if bias_dtype == "bfloat16" else "float32")
     case = fit(case.with_(bias="1NTS", bias_dtype=bias_dtype), implementation)
@@ -149,7 +159,9 @@ def test_garbage_in_a_hidden_bias_reaches_nothing(implementation, dtype, mask, i
     case = fit(Case((2,), 90, 140, 4, 2, 16, dtype=dtype, mask=mask, bias="BNTS", is_causal=is_causal), implementation)
     poisoned = poison(case, make(case))
     assert np.isnan(poisoned.bias).any()
-    clean = poisoned._replace(bias=np.where(np.isfinite(poisoned.bias) & (np.abs(poisoned.bias) < 1e4), poisoned.bias, 0))
+    clean = poisoned._replace(
+        bias=np.where(np.isfinite(poisoned.bias) & (np.abs(poisoned.bias) < 1e4), poisoned.bias, 0)
+    )
     run = functools.partial(evaluate, implementation, case, deterministic=True)
     got, expected = run(poisoned), run(clean)
     for name in ("out", "lse", "dq", "dk", "dv", "dbias"):

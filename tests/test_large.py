@@ -50,9 +50,14 @@ def test_mask_and_bias_of_more_than_2_to_the_31_elements():
         index = np.ix_([b], range(N), range(LENGTH - 3, LENGTH), range(LENGTH))
         some_bias, some_mask = (np.asarray(x) for x in pattern(*(jnp.asarray(i) for i in index)))
         want = oracle.attention(
-            q[rows], k[b : b + 1], v[b : b + 1], some_mask, some_bias.astype(jnp.bfloat16),
-            dout=dout[rows], dlse=np.ones((1, 3, N)),
-        )  # fmt: skip
+            q[rows],
+            k[b : b + 1],
+            v[b : b + 1],
+            some_mask,
+            some_bias.astype(jnp.bfloat16),
+            dout=dout[rows],
+            dlse=np.ones((1, 3, N)),
+        )
         allowed = dict(zip(("out", "lse", "dq", "dbias"), (*TOLERANCE["bfloat16"], TOLERANCE["bfloat16"][2])))
         for name, x in zip(allowed, got):
             assert relative_error(x[b : b + 1], getattr(want, name)) <= allowed[name], (name, b)
@@ -63,10 +68,16 @@ def test_a_long_row_of_keys():
     """One query over 524288 keys, bias and intervals per key and head."""
     S = 524288
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal(shape, np.float32).astype(np.float16) for shape in ((1, 1, 8, 64), (1, S, 2, 64), (1, S, 2, 64)))
+    q, k, v = (
+        rng.standard_normal(shape, np.float32).astype(np.float16)
+        for shape in ((1, 1, 8, 64), (1, S, 2, 64), (1, S, 2, 64))
+    )
     bias = rng.standard_normal((1, 2, 1, S), np.float32)
     start = (rng.random((1, 2, S)) < 0.5).astype(np.int32)
     mask = jax_dma.KeyIntervals(jnp.asarray(start), jnp.ones_like(start))
     out, lse = jax.jit(lambda *x: jax_dma.attention(*x, return_lse=True, implementation="cuda"))(q, k, v, mask, bias)
     want = oracle.attention(q, k, v, (start, np.ones_like(start)), bias)
-    assert relative_error(out, want.out) <= TOLERANCE["float16"][0] and relative_error(lse, want.lse) <= TOLERANCE["float16"][1]
+    assert (
+        relative_error(out, want.out) <= TOLERANCE["float16"][0]
+        and relative_error(lse, want.lse) <= TOLERANCE["float16"][1]
+    )

@@ -63,14 +63,18 @@ def top_k(scores, window, **options):
 def nasty_scores(rng, shape, dtype=np.float32):
     """Few distinct values, so many ties; NaN, infinities and both zeros among them."""
     values = np.array([0.0, -0.0, 1.0, 1.0, -1.0, 2.5, np.inf, -np.inf, np.nan, 3.0], dtype)
-    return np.where(rng.random(shape) < 0.8, rng.choice(values, shape), rng.standard_normal(shape).astype(dtype)).astype(dtype)
+    return np.where(
+        rng.random(shape) < 0.8, rng.choice(values, shape), rng.standard_normal(shape).astype(dtype)
+    ).astype(dtype)
 
 
 def random_ids(rng, rows, S):
     """Runs of equal ids, some ids repeated in separate runs, some negative."""
     changes = rng.random((rows, S)) < 0.25
     values = rng.integers(-1, 3, (rows, S))
-    return np.stack([v[np.maximum.accumulate(np.where(c, np.arange(S), 0))] for v, c in zip(values, changes)]).astype(np.int32)
+    return np.stack([v[np.maximum.accumulate(np.where(c, np.arange(S), 0))] for v, c in zip(values, changes)]).astype(
+        np.int32
+    )
 
 
 @pytest.mark.parametrize("T, S", LENGTHS + [(0, 4), (4, 0)])
@@ -170,7 +174,9 @@ def test_top_k_is_one_mask_per_head_and_batch_axis():
     alone = top_k(scores[1, 2], 3)
     assert np.array_equal(together.start[1, 2], alone.start) and np.array_equal(together.end[1, 2], alone.end)
     mapped = jax.jit(jax.vmap(jax.vmap(lambda x: masks.top_k(x, 3))))(scores)
-    assert np.array_equal(together.start, mapped.start) and np.array_equal(together.end, mapped.end) and mapped.live == 3
+    assert (
+        np.array_equal(together.start, mapped.start) and np.array_equal(together.end, mapped.end) and mapped.live == 3
+    )
 
 
 def test_top_k_of_lower_precision_scores():
@@ -193,8 +199,11 @@ def test_top_k_then_window():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("T, S, window, is_causal, masked", [(7, 13, 4, False, False), (13, 13, 4, True, False), (7, 13, 5, True, True)]
-                         + [(6, 13, 1, False, True), (7, 13, 13, True, True), (5, 8, 30, False, False), (9, 4, 2, True, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    "T, S, window, is_causal, masked",
+    [(7, 13, 4, False, False), (13, 13, 4, True, False), (7, 13, 5, True, True)]
+    + [(6, 13, 1, False, True), (7, 13, 13, True, True), (5, 8, 30, False, False), (9, 4, 2, True, False)],
+)
 def test_dense_top_k(dtype, T, S, window, is_causal, masked):
     """The original recipe: `window` best of what is visible in each row, ties by the lower index, NaN last."""
     rng = np.random.default_rng(4)
@@ -217,7 +226,9 @@ def test_dense_top_k_in_double_precision():
 
 def test_dense_top_k_agrees_with_top_k_on_one_score_per_key():
     scores = nasty_scores(np.random.default_rng(5), (2, 2, 30))
-    dense = jax.jit(lambda x: masks.dense_top_k(x, 7, is_causal=True))(np.broadcast_to(scores[..., None, :], (2, 2, 30, 30)))
+    dense = jax.jit(lambda x: masks.dense_top_k(x, 7, is_causal=True))(
+        np.broadcast_to(scores[..., None, :], (2, 2, 30, 30))
+    )
     assert np.array_equal(top_k(scores, 7).dense(30), dense)
 
 
@@ -251,26 +262,49 @@ def test_a_mask_is_a_pytree():
     assert np.array_equal(dense, scanned)
 
 
-@pytest.mark.parametrize("call, error, words", [
-    (lambda: masks.causal(-1, 4), ValueError, ["query_length", "-1"]),
-    (lambda: masks.causal(4, 4.0), TypeError, ["key_length", "4.0"]),
-    (lambda: masks.sliding_window(4, 4, -1), ValueError, ["left", "-1"]),
-    (lambda: masks.sliding_window(4, 4, 1, jnp.float32(2)), TypeError, ["right"]),
-    (lambda: masks.lengths(np.array([1.0]), 4, 4), TypeError, ["key_lengths", "float32"]),
-    (lambda: masks.segments(np.array([True])), TypeError, ["segment_ids", "bool"]),
-    (lambda: masks.top_k(np.zeros((1, 4), np.int32), 2), TypeError, ["scores", "int32"]),
-    (lambda: masks.top_k(np.zeros(4, np.float32), 2), ValueError, ["scores", "(4,)"]),
-    (lambda: masks.top_k(np.zeros((1, 4), np.float32), 0), ValueError, ["window", "0"]),
-    (lambda: masks.top_k(np.zeros((1, 4), np.float32), 2, valid=np.ones(4, np.int32)), TypeError, ["valid", "int32", "!= 0"]),
-    (lambda: masks.top_k(np.zeros((1, 4), np.float32), 2, valid=np.ones((2, 4), bool)), ValueError, ["valid", "(2, 4)", "(4,)"]),
-    (lambda: masks.top_k(np.zeros((1, 4), np.float32), 2, segment_ids=np.ones(5, int)), ValueError, ["segment_ids", "(5,)"]),
-    (lambda: masks.dense_top_k(np.zeros((4, 4), bool), 2), TypeError, ["bias", "bool"]),
-    (lambda: masks.dense_top_k(np.zeros(4, np.float32), 2), ValueError, ["bias", "(4,)"]),
-    (lambda: masks.dense_top_k(np.zeros((4, 4), np.float32), 0), ValueError, ["window"]),
-    (lambda: masks.dense_top_k(np.zeros((4, 4), np.float32), 2, mask=np.ones((4, 4), np.float32)), TypeError, ["mask", "!= 0"]),
-    (lambda: masks.dense_top_k(np.zeros((4, 4), np.float32), 2, mask=np.ones((2, 4, 4), bool)), ValueError, ["mask", "(4, 4)"]),
-    (lambda: masks.dense_relu(np.zeros(4, np.int32)), TypeError, ["bias", "int32"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: masks.causal(-1, 4), ValueError, ["query_length", "-1"]),
+        (lambda: masks.causal(4, 4.0), TypeError, ["key_length", "4.0"]),
+        (lambda: masks.sliding_window(4, 4, -1), ValueError, ["left", "-1"]),
+        (lambda: masks.sliding_window(4, 4, 1, jnp.float32(2)), TypeError, ["right"]),
+        (lambda: masks.lengths(np.array([1.0]), 4, 4), TypeError, ["key_lengths", "float32"]),
+        (lambda: masks.segments(np.array([True])), TypeError, ["segment_ids", "bool"]),
+        (lambda: masks.top_k(np.zeros((1, 4), np.int32), 2), TypeError, ["scores", "int32"]),
+        (lambda: masks.top_k(np.zeros(4, np.float32), 2), ValueError, ["scores", "(4,)"]),
+        (lambda: masks.top_k(np.zeros((1, 4), np.float32), 0), ValueError, ["window", "0"]),
+        (
+            lambda: masks.top_k(np.zeros((1, 4), np.float32), 2, valid=np.ones(4, np.int32)),
+            TypeError,
+            ["valid", "int32", "!= 0"],
+        ),
+        (
+            lambda: masks.top_k(np.zeros((1, 4), np.float32), 2, valid=np.ones((2, 4), bool)),
+            ValueError,
+            ["valid", "(2, 4)", "(4,)"],
+        ),
+        (
+            lambda: masks.top_k(np.zeros((1, 4), np.float32), 2, segment_ids=np.ones(5, int)),
+            ValueError,
+            ["segment_ids", "(5,)"],
+        ),
+        (lambda: masks.dense_top_k(np.zeros((4, 4), bool), 2), TypeError, ["bias", "bool"]),
+        (lambda: masks.dense_top_k(np.zeros(4, np.float32), 2), ValueError, ["bias", "(4,)"]),
+        (lambda: masks.dense_top_k(np.zeros((4, 4), np.float32), 0), ValueError, ["window"]),
+        (
+            lambda: masks.dense_top_k(np.zeros((4, 4), np.float32), 2, mask=np.ones((4, 4), np.float32)),
+            TypeError,
+            ["mask", "!= 0"],
+        ),
+        (
+            lambda: masks.dense_top_k(np.zeros((4, 4), np.float32), 2, mask=np.ones((2, 4, 4), bool)),
+            ValueError,
+            ["mask", "(4, 4)"],
+        ),
+        (lambda: masks.dense_relu(np.zeros(4, np.int32)), TypeError, ["bias", "int32"]),
+    ],
+)
 def test_a_rejected_argument_is_named(call, error, words):
     with pytest.raises(error) as caught:
         call()

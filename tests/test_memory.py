@@ -24,10 +24,16 @@ def compiled_program(implementation, case, differentiate):
     mask = None
     if case.mask is not None:
         shape = case.shape(case.mask)
-        mask = struct(shape, "bool") if len(case.mask) == 4 else jax_dma.KeyIntervals(struct(shape, "int32"), struct(shape, "int32"))
+        mask = (
+            struct(shape, "bool")
+            if len(case.mask) == 4
+            else jax_dma.KeyIntervals(struct(shape, "int32"), struct(shape, "int32"))
+        )
 
     def call(q, k, v, bias, mask):
-        out, lse = jax_dma.attention(q, k, v, mask, bias, is_causal=case.is_causal, return_lse=True, implementation=implementation)
+        out, lse = jax_dma.attention(
+            q, k, v, mask, bias, is_causal=case.is_causal, return_lse=True, implementation=implementation
+        )
         return out.astype(jnp.float32).sum() + lse.sum()
 
     function = jax.grad(call, differentiate) if differentiate else call
@@ -114,7 +120,11 @@ def test_vmap_does_not_tile_what_is_shared(linear):
     T = 512
     q = struct(100, 1, T, 1, 8)
     call = lambda q, mask, bias: jax_dma.attention(q, q, q, mask, bias, implementation=linear)
-    compiled = jax.jit(jax.vmap(call, (0, None, None))).lower(q, struct(1, 1, T, T, dtype="bool"), struct(1, 1, T, T)).compile()
+    compiled = (
+        jax.jit(jax.vmap(call, (0, None, None)))
+        .lower(q, struct(1, 1, T, T, dtype="bool"), struct(1, 1, T, T))
+        .compile()
+    )
     if linear != "xla":  # it computes a [100, chunk, chunk] array of logits
         assert calls(compiled, "forward") == 1
         assert largest_array(compiled) < 100 * T * T / 10

@@ -24,7 +24,9 @@ def test_bits_round_trip(length):
     assert not np.asarray(unpack_bits(bits, bits.shape[-1] * 32))[..., length:].any()
 
 
-@pytest.mark.parametrize("group, queries", [(1, 128), (2, 64), (3, 32), (4, 32), (5, 16), (7, 16), (8, 16), (128, 1), (200, 1)])
+@pytest.mark.parametrize(
+    "group, queries", [(1, 128), (2, 64), (3, 32), (4, 32), (5, 16), (7, 16), (8, 16), (128, 1), (200, 1)]
+)
 def test_queries_per_tile(group, queries):
     assert queries_per_tile(group) == queries
 
@@ -36,7 +38,11 @@ def classes(case, mask, queries):
     mask = mask.reshape(*case.batch, case.K, case.N // case.K, case.T, case.S)
     rows, columns = range(0, case.T, queries), range(0, case.S, KEY_TILE)
     of = lambda reduce: np.stack(
-        [np.stack([reduce(mask[..., i : i + queries, j : j + KEY_TILE], (-3, -2, -1)) for j in columns], -1) for i in rows], -2
+        [
+            np.stack([reduce(mask[..., i : i + queries, j : j + KEY_TILE], (-3, -2, -1)) for j in columns], -1)
+            for i in rows
+        ],
+        -2,
     )
     return of(np.any), of(np.all)
 
@@ -93,7 +99,7 @@ def test_more_tiles_than_a_word_has_bits():
 
 @pytest.mark.parametrize("heads", ["1", "K", "N"])
 def test_interval_bounds(heads):
-    """Per key tile: smallest start and largest end of what is not empty, largest start and smallest end for fullness."""
+    """Per key tile: smallest start and largest end of what is not empty; largest start and smallest end, for fullness."""
     case = Case((2,), 60, 300, 4, 2, 8, mask="B" + heads)
     start, end = make(case).mask
     end[:, :, 128:256] = start[:, :, 128:256]  # a tile that nobody sees
@@ -118,8 +124,10 @@ def test_one_plan_serves_many_layers(implementation):
     """Made once outside, passed as the mask of two calls: the same results as from the mask."""
     case = fit(Case((2,), 70, 150, 4, 2, 16, mask="1KTS", bias="11TS"), implementation)
     inputs = make(case)
-    call = lambda mask: lambda q, k, v: jax_dma.attention(
-        jax_dma.attention(q, k, v, mask, implementation=implementation), k, v, mask, implementation=implementation
+    call = lambda mask: (
+        lambda q, k, v: jax_dma.attention(
+            jax_dma.attention(q, k, v, mask, implementation=implementation), k, v, mask, implementation=implementation
+        )
     )
     by_mask = jax.jit(call(inputs.mask))(*inputs[:3])
     by_plan = jax.jit(lambda q, k, v, plan: call(plan)(q, k, v))(*inputs[:3], jax_dma.plan(inputs.mask, *inputs[:2]))
@@ -131,6 +139,8 @@ def test_planning_inside_jit(implementation):
     case = fit(Case((2,), 70, 150, 4, 2, 16, mask="1KTS"), implementation)
     inputs = make(case)
     check(implementation, case.with_(plan=True), inputs)
-    inside = jax.jit(lambda q, k, v, m: jax_dma.attention(q, k, v, jax_dma.plan(m, q, k), implementation=implementation))
+    inside = jax.jit(
+        lambda q, k, v, m: jax_dma.attention(q, k, v, jax_dma.plan(m, q, k), implementation=implementation)
+    )
     outside = jax.jit(lambda q, k, v, m: jax_dma.attention(q, k, v, m, implementation=implementation))
     assert np.array_equal(inside(*inputs[:4]), outside(*inputs[:4]))

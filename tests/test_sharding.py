@@ -31,9 +31,14 @@ def by_data_and_heads(case, inputs):
     of_mask = lambda x: P(axis(x.shape[0], "data"), axis(x.shape[1], "heads"))
     mask = inputs.mask[0] if isinstance(inputs.mask, tuple) else inputs.mask
     return inputs._replace(
-        q=array, k=array, v=array, dout=array, dlse=vector,
-        mask=None if mask is None else of_mask(mask), bias=of_mask(inputs.bias),
-    )  # fmt: skip
+        q=array,
+        k=array,
+        v=array,
+        dout=array,
+        dlse=vector,
+        mask=None if mask is None else of_mask(mask),
+        bias=of_mask(inputs.bias),
+    )
 
 
 def by_queries(case, inputs):
@@ -41,9 +46,14 @@ def by_queries(case, inputs):
     rows, vector = P(None, "data"), P(None, "data")
     of_mask = lambda x: P(None, None, "data" if x.shape[2] > 1 else None)
     return inputs._replace(
-        q=rows, k=P(), v=P(), dout=rows, dlse=vector,
-        mask=None if inputs.mask is None else of_mask(inputs.mask), bias=of_mask(inputs.bias),
-    )  # fmt: skip
+        q=rows,
+        k=P(),
+        v=P(),
+        dout=rows,
+        dlse=vector,
+        mask=None if inputs.mask is None else of_mask(inputs.mask),
+        bias=of_mask(inputs.bias),
+    )
 
 
 def differentiate_through(implementation, case, mesh, specs, check_vma):
@@ -51,7 +61,9 @@ def differentiate_through(implementation, case, mesh, specs, check_vma):
 
     def run(q, k, v, mask, bias, dout, dlse):
         body = lambda q, k, v, mask, bias: attend(implementation, mask, case.options)(q, k, v, bias)
-        sharded = jax.shard_map(body, mesh=mesh, in_specs=tuple(specs[:5]), out_specs=(specs.dout, specs.dlse), check_vma=check_vma)
+        sharded = jax.shard_map(
+            body, mesh=mesh, in_specs=tuple(specs[:5]), out_specs=(specs.dout, specs.dlse), check_vma=check_vma
+        )
 
         def loss(q, k, v, bias):
             out, lse = sharded(q, k, v, mask, bias)
@@ -70,7 +82,9 @@ def differentiate_inside(implementation, case, mesh, specs, check_vma):
     def body(*operands):
         *results, dq, dk, dv, dbias = values_and_gradients(implementation, case)(*operands)
         if not check_vma:
-            dk, dv, dbias = (sum_over_missing(x, spec, mesh) for x, spec in ((dk, specs.k), (dv, specs.v), (dbias, specs.bias)))
+            dk, dv, dbias = (
+                sum_over_missing(x, spec, mesh) for x, spec in ((dk, specs.k), (dv, specs.v), (dbias, specs.bias))
+            )
         return *results, dq, dk, dv, dbias
 
     return jax.shard_map(body, mesh=mesh, in_specs=tuple(specs), out_specs=outputs, check_vma=check_vma)
@@ -130,9 +144,11 @@ def test_checkpointed_scan_inside_shard_map(implementation, mesh):
         return jax.lax.psum(total, ("data", "heads")) if mapped else total
 
     sharded = jax.shard_map(
-        functools.partial(jax.grad(loss, (0, 1, 2, 3)), mapped=True), mesh=mesh,
-        in_specs=(specs.q, specs.k, specs.v, specs.bias), out_specs=(specs.q, specs.k, specs.v, specs.bias),
-    )  # fmt: skip
+        functools.partial(jax.grad(loss, (0, 1, 2, 3)), mapped=True),
+        mesh=mesh,
+        in_specs=(specs.q, specs.k, specs.v, specs.bias),
+        out_specs=(specs.q, specs.k, specs.v, specs.bias),
+    )
     operands = (*inputs[:3], inputs.bias)
     got = jax.jit(sharded)(*operands)
     want = jax.jit(jax.grad(functools.partial(loss, mapped=False), (0, 1, 2, 3)))(*operands)
@@ -156,7 +172,7 @@ def test_vmap_inside_shard_map(implementation, mesh):
 
 
 def test_operands_whose_types_differ_are_refused_below():
-    """The primitive raises rather than type a gradient after its own operand (JAX.md)."""
+    """The primitive raises rather than type a gradient after its own operand, which would be silently wrong (CASES 29)."""
     from jax_dma import op
     from jax_dma.plan import Visibility
 

@@ -20,7 +20,7 @@ MODES = {
     "all_at_once": lambda: stack(
         jax.numpy_rank_promotion("raise"), jax.enable_x64(True), jax.numpy_dtype_promotion("strict")
     ),
-}  # fmt: skip
+}
 
 CASES = {
     "dense": Case(mask="1KTS", bias="BN1S", dtype="bfloat16", bias_dtype="float32", is_causal=True),
@@ -52,14 +52,18 @@ def test_values_and_gradients(implementation, mode, name):
 def test_values_keep_their_dtype(implementation, mode):
     """x64 promotes nothing: lse of float16 operands is float32."""
     inputs = make(Case((1,), 5, 7, 2, 1, 8, dtype="float16"))
-    out, lse = jax.eval_shape(lambda *x: jax_dma.attention(*x, return_lse=True, implementation=implementation), *inputs[:3])
+    out, lse = jax.eval_shape(
+        lambda *x: jax_dma.attention(*x, return_lse=True, implementation=implementation), *inputs[:3]
+    )
     assert out.dtype == jnp.float16 and lse.dtype == jnp.float32
 
 
 def test_vmap_and_second_derivative(implementation, mode):
     """Traced only: promotion errors are raised while tracing."""
     inputs = make(Case((2,), 20, 30, 4, 2, 8, mask="B1TS", bias="11TS", dtype="float16"))
-    loss = lambda q, bias: jax_dma.attention(q, inputs.k, inputs.v, inputs.mask, bias, implementation=implementation).sum()
+    loss = lambda q, bias: jax_dma.attention(
+        q, inputs.k, inputs.v, inputs.mask, bias, implementation=implementation
+    ).sum()
     one = lambda q, k, v, mask: jax_dma.attention(q, k, v, mask, inputs.bias[0], implementation=implementation)
     mapped = jax.eval_shape(jax.vmap(one), *inputs[:4])
     assert mapped.shape == inputs.q.shape
@@ -70,12 +74,14 @@ def test_vmap_and_second_derivative(implementation, mode):
 def test_mask_builders(mode):
     scores = np.linspace(-1, 1, 24, dtype=np.float32).reshape(1, 2, 12)
     ids = np.repeat(np.arange(3, dtype=np.int32), 4)[None]
-    built = jax.jit(lambda s, i, v: (
-        masks.top_k(s, 3, 9, segment_ids=i, valid=v) & masks.sliding_window(9, 12, 4) & masks.causal(9, 12),
-        masks.segments(i, 9) & masks.lengths(jnp.array([7]), 9, 12),
-        masks.top_k(s, 3, 9, is_causal=False),
-        masks.dense_top_k(jnp.broadcast_to(s[:, :, None], (1, 2, 9, 12)), 3, is_causal=True, mask=v[:, None, None]),
-    ))(scores, ids, np.ones((1, 12), bool))  # fmt: skip
+    built = jax.jit(
+        lambda s, i, v: (
+            masks.top_k(s, 3, 9, segment_ids=i, valid=v) & masks.sliding_window(9, 12, 4) & masks.causal(9, 12),
+            masks.segments(i, 9) & masks.lengths(jnp.array([7]), 9, 12),
+            masks.top_k(s, 3, 9, is_causal=False),
+            masks.dense_top_k(jnp.broadcast_to(s[:, :, None], (1, 2, 9, 12)), 3, is_causal=True, mask=v[:, None, None]),
+        )
+    )(scores, ids, np.ones((1, 12), bool))
     for mask in built[:3]:
         assert mask.start.dtype == mask.end.dtype == jnp.int32 and mask.dense(9).dtype == jnp.bool_
     assert built[3].dtype == jnp.bool_

@@ -12,17 +12,25 @@ import jax_dma
 import oracle
 from cases import Case, as_jax_mask, make
 from support import (
-    TOLERANCE, assert_close, attend, calls, count_primitive, fit, judge, relative_error, values_and_gradients, weighted_sum,
-)  # fmt: skip
+    TOLERANCE,
+    assert_close,
+    attend,
+    calls,
+    count_primitive,
+    fit,
+    judge,
+    relative_error,
+    values_and_gradients,
+    weighted_sum,
+)
 
 OPERANDS = ("q", "k", "v", "mask", "bias")
 SMALL = Case((2,), 33, 140, 4, 2, 16, mask="1KTS", bias="BNTS")
 
 
-def stack(inputs, size, mapped):
-    """Inputs in which the named fields have a leading axis of independent values, and the list of per-element Inputs."""
-    case, seeds = inputs
-    elements = [make(case, seed) for seed in range(seeds, seeds + size)]
+def elementwise(case, size, mapped, first_seed=0):
+    """Inputs in which the named fields have a leading axis of independent values, and the Inputs of each element."""
+    elements = [make(case, seed) for seed in range(first_seed, first_seed + size)]
     first = elements[0]
     each = [first._replace(**{name: getattr(x, name) for name in mapped}) for x in elements]
     join = lambda *xs: None if xs[0] is None else jax.tree.map(lambda *y: np.stack(y), *xs)
@@ -46,7 +54,7 @@ def mapped_subsets():
 def test_vmap_with_some_operands_unmapped(implementation, mapped):
     """vmap of values and of gradients, element by element; then the gradient of vmap, summed where shared (CASES 4)."""
     case = fit(SMALL, implementation)
-    together, each = stack((case, 0), 3, (*mapped, "dout", "dlse"))
+    together, each = elementwise(case, 3, (*mapped, "dout", "dlse"))
     run = values_and_gradients(implementation, case)
 
     def both(*operands):
@@ -54,7 +62,9 @@ def test_vmap_with_some_operands_unmapped(implementation, mapped):
         q, k, v, mask, bias, dout, dlse = operands
 
         def loss(q, k, v, bias):
-            mapped_call = jax.vmap(lambda q, k, v, m, b: attend(implementation, m, case.options)(q, k, v, b), axes(mapped)[:5])
+            mapped_call = jax.vmap(
+                lambda q, k, v, m, b: attend(implementation, m, case.options)(q, k, v, b), axes(mapped)[:5]
+            )
             return weighted_sum(*mapped_call(q, k, v, mask, bias), dout, dlse)
 
         return by_element, jax.grad(loss, (0, 1, 2, 3))(q, k, v, bias)
@@ -73,7 +83,7 @@ def test_vmap_with_some_operands_unmapped(implementation, mapped):
 def test_vmap_of_any_kind_of_mask(implementation, mask):
     case = fit(SMALL.with_(mask=mask, bias="1K1S", is_causal=mask != "BN"), implementation)
     mapped = tuple(name for name in OPERANDS if mask or name != "mask")
-    together, each = stack((case, 3), 2, (*mapped, "dout", "dlse"))
+    together, each = elementwise(case, 2, (*mapped, "dout", "dlse"), first_seed=3)
     together = together._replace(mask=as_jax_mask(together.mask))
     results = jax.jit(jax.vmap(values_and_gradients(implementation, case), axes(mapped)))(*together)
     for i, x in enumerate(each):
@@ -82,7 +92,7 @@ def test_vmap_of_any_kind_of_mask(implementation, mask):
 
 def test_vmap_over_a_plan(implementation):
     case = fit(SMALL.with_(plan=True), implementation)
-    together, each = stack((case, 0), 2, ("q", "dout", "dlse"))
+    together, each = elementwise(case, 2, ("q", "dout", "dlse"))
     plan = as_jax_mask(together.mask, case)
     results = jax.jit(jax.vmap(values_and_gradients(implementation, case), axes(("q",))))(*together._replace(mask=plan))
     for i, x in enumerate(each):
@@ -92,7 +102,7 @@ def test_vmap_over_a_plan(implementation):
 def test_vmap_over_trailing_axes(implementation):
     """in_axes and out_axes other than 0."""
     case = fit(SMALL, implementation)
-    together, each = stack((case, 0), 2, ("q", "bias"))
+    together, each = elementwise(case, 2, ("q", "bias"))
     q, bias = np.moveaxis(together.q, 0, 2), np.moveaxis(together.bias, 0, -1)
     call = lambda q, bias: attend(implementation, together.mask, case.options)(q, together.k, together.v, bias)[0]
     out = jax.jit(jax.vmap(call, in_axes=(2, -1), out_axes=1))(q, bias)
@@ -200,7 +210,9 @@ def test_scan_over_layers_closing_over_nothing_but_constants(implementation):
     case = fit(Case((1,), 40, 200, 2, 1, 16, mask="1K", bias="1N1S"), implementation)
     inputs = make(case)
     layer = attend(implementation, as_jax_mask(inputs.mask), case.options)
-    final, _ = jax.jit(lambda q: jax.lax.scan(lambda x, _: (layer(x, inputs.k, inputs.v, inputs.bias)[0], None), q, None, length=3))(inputs.q)
+    final, _ = jax.jit(
+        lambda q: jax.lax.scan(lambda x, _: (layer(x, inputs.k, inputs.v, inputs.bias)[0], None), q, None, length=3)
+    )(inputs.q)
     expected = inputs.q
     for _ in range(3):
         expected = judge(case, inputs._replace(q=expected)).out.astype(inputs.q.dtype)
@@ -213,7 +225,12 @@ NAMES = ("jax_dma_out", "jax_dma_lse", "jax_dma_plan")
 @pytest.mark.parametrize("policy, forwards", [("none", 2), ("plain", 4), ("named", 2)])
 def test_checkpoint_runs_the_forward_no_oftener_than_it_must(policy, forwards):
     """Two layers: a policy that saves the named residuals needs no second forward (CASES 16)."""
-    assert count_primitive(jax.make_jaxpr(jax.grad(two_layers(None, policy)))(*two_layer_inputs("float32")), "jax_dma_forward") == forwards
+    assert (
+        count_primitive(
+            jax.make_jaxpr(jax.grad(two_layers(None, policy)))(*two_layer_inputs("float32")), "jax_dma_forward"
+        )
+        == forwards
+    )
 
 
 @pytest.mark.parametrize("policy", ["none", "named"])
@@ -256,7 +273,9 @@ def test_bias_alone_differentiated(implementation):
     """q, k and v are constants (CASES 26)."""
     case = fit(SMALL, implementation)
     inputs = make(case)
-    call = lambda bias: weighted_sum(*attend(implementation, inputs.mask, case.options)(*inputs[:3], bias), inputs.dout, inputs.dlse)
+    call = lambda bias: weighted_sum(
+        *attend(implementation, inputs.mask, case.options)(*inputs[:3], bias), inputs.dout, inputs.dlse
+    )
     assert relative_error(jax.jit(jax.grad(call))(inputs.bias), judge(case, inputs).dbias) <= TOLERANCE[case.dtype][2]
 
 
@@ -279,7 +298,11 @@ def test_one_result_differentiated(implementation, used):
 
     def loss(q, k, v, bias):
         out, lse = attend(implementation, inputs.mask, case.options)(q, k, v, bias)
-        return (out.astype(jnp.float32) * inputs.dout).sum() if used == "out" else jnp.where(lse > -np.inf, lse * inputs.dlse, 0).sum()
+        return (
+            (out.astype(jnp.float32) * inputs.dout).sum()
+            if used == "out"
+            else jnp.where(lse > -np.inf, lse * inputs.dlse, 0).sum()
+        )
 
     gradients = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*inputs[:3], inputs.bias)
     for name, got in zip(("dq", "dk", "dv", "dbias"), gradients):
@@ -294,7 +317,9 @@ def test_shared_operands(implementation):
     """q, k and v are one array: the three gradients add up."""
     case = fit(Case((2,), 50, 50, 2, 2, 16, bias="11TS", is_causal=True), implementation)
     inputs = make(case)._replace(k=make(case).q, v=make(case).q)
-    call = lambda x: weighted_sum(*attend(implementation, None, case.options)(x, x, x, inputs.bias), inputs.dout, inputs.dlse)
+    call = lambda x: weighted_sum(
+        *attend(implementation, None, case.options)(x, x, x, inputs.bias), inputs.dout, inputs.dlse
+    )
     want = judge(case, inputs)
     assert relative_error(jax.jit(jax.grad(call))(inputs.q), want.dq + want.dk + want.dv) <= TOLERANCE[case.dtype][2]
 
@@ -316,7 +341,9 @@ def directional(function, at, direction, step=1e-5):
     return [(a - b) / (2 * step) for a, b in zip(moved(1), moved(-1))]
 
 
-@pytest.mark.parametrize("options", [dict(), dict(is_causal=True, softcap=2.0), dict(mask="BK")], ids=["mask", "causal_softcap", "intervals"])
+@pytest.mark.parametrize(
+    "options", [dict(), dict(is_causal=True, softcap=2.0), dict(mask="BK")], ids=["mask", "causal_softcap", "intervals"]
+)
 def test_reverse_over_reverse(implementation, options):
     """A Hessian-vector product against differences of the oracle's gradient."""
     case = fit(Case((1,), 12, 17, 4, 2, 8, mask="11TS", bias="1KTS").with_(**options), implementation)
@@ -344,7 +371,9 @@ def test_third_derivative_of_the_default():
     """To any order: d/ds of a Hessian-vector product along s, against float64 differences of the oracle."""
     case = Case((1,), 5, 6, 2, 1, 4, bias="1NTS")
     inputs = make(case)
-    loss = lambda q: weighted_sum(*attend(None, None, case.options)(q, *inputs[1:3], inputs.bias), inputs.dout, inputs.dlse)
+    loss = lambda q: weighted_sum(
+        *attend(None, None, case.options)(q, *inputs[1:3], inputs.bias), inputs.dout, inputs.dlse
+    )
     along = lambda f: lambda q: (jax.grad(f)(q) * direction).sum()
     direction = make(case, 5).q
     got = jax.jit(jax.grad(along(along(loss))))(inputs.q)
@@ -388,7 +417,9 @@ def test_export_for_cpu_and_cuda_from_one_trace(mask):
         return jax_dma.attention(q, k, v, made, bias, return_lse=True)
 
     checks = [jax.export.DisabledSafetyCheck.custom_call(f"jax_dma_{x}") for x in ("forward", "backward")]
-    exported = jax.export.export(jax.jit(call), platforms=("cpu", "cuda"), disabled_checks=checks)(*inputs[:3], inputs.bias, *numbers)
+    exported = jax.export.export(jax.jit(call), platforms=("cpu", "cuda"), disabled_checks=checks)(
+        *inputs[:3], inputs.bias, *numbers
+    )
     assert exported.platforms == ("cpu", "cuda")
     back = jax.export.deserialize(exported.serialize(vjp_order=1))
     operands = (*inputs[:3], inputs.bias, *numbers)
@@ -402,7 +433,9 @@ def test_export_with_a_symbolic_batch():
     checks = [jax.export.DisabledSafetyCheck.custom_call("jax_dma_forward")]
     (b,) = jax.export.symbolic_shape("b")
     struct = lambda length, heads: jax.ShapeDtypeStruct((b, length, heads, 8), jnp.float32)
-    export = jax.export.export(jax.jit(lambda q, k, v: jax_dma.attention(q, k, v, is_causal=True)), disabled_checks=checks)
+    export = jax.export.export(
+        jax.jit(lambda q, k, v: jax_dma.attention(q, k, v, is_causal=True)), disabled_checks=checks
+    )
     exported = export(struct(5, 4), struct(9, 2), struct(9, 2))
     case = Case((3,), 5, 9, 4, 2, 8, is_causal=True)
     inputs = make(case)

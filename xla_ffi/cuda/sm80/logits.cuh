@@ -90,30 +90,26 @@ struct MaskTile {
   // x = -inf where the bits are 0, for a warp whose columns begin at `column`.
   template <int kM, int kN>
   __device__ static void hide(float (&x)[kM][kN][4], uint32_t tile, const Problem& p, const ThreadRows<kM>& rows, int queries, int column) {
+    static_assert(kN == 8 || kN <= 4);
     const bool per_head = p.bits.group != 0;
     const int first_bit = column % 32 + 2 * (threadIdx.x % 4);
-    constexpr int kWords = (8 * kN + 31) / 32;
-    uint32_t words[2 * kM][kWords];
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const int query = rows.query(i);
       const uint32_t row = tile + (per_head ? rows.row(i) : query < queries ? query : 0) * kRowBytes + column / 32 * 4;
+      uint32_t words[2];
+      if constexpr (kN == 8) asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(row));
+      else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(row));
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[i][w]) : "r"(row + 4 * w));
-    }
+      for (int n = 0; n < kN; ++n) {
+        const uint32_t word = words[n / 4] >> first_bit;
 #pragma unroll
-    for (int i = 0; i < 2 * kM; ++i)
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        const uint32_t word = words[i][w] >> first_bit;
-#pragma unroll
-        for (int n = 4 * w; n < kN && n < 4 * w + 4; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& y = x[i / 2][n][2 * (i % 2) + e];
-            y = (word & (1u << (8 * (n - 4 * w) + e))) != 0 ? y : -INFINITY;
-          }
+        for (int e = 0; e < 2; ++e) {
+          float& y = x[i / 2][n][2 * (i % 2) + e];
+          y = (word & (1u << (8 * (n % 4) + e))) != 0 ? y : -INFINITY;
+        }
       }
+    }
   }
 };
 

@@ -109,31 +109,34 @@ struct OperandB {  // two neighbouring 16 x 8 blocks
 };
 
 // c [16 kM x 8 kN] += A [.. x kK] B [kK x ..] for one warp: its rows begin at `row`, its columns at `column`, multiples of
-// 16 kM and 8 kN. kARows and kBRows are the row counts of the stored tiles. Operands are read one step ahead of their use:
-// with two warps a scheduler nothing else hides the latency of shared memory.
+// 16 kM and 8 kN. kARows and kBRows are the row counts of the stored tiles. Operands are read ahead of their use (by more
+// steps where a step is shorter): with two warps a scheduler nothing else hides the latency of shared memory.
 template <class T, int kM, int kN, int kK, int kARows, int kBRows, bool kATransposed, bool kBTransposed>
 __device__ __forceinline__ void multiply(float (&c)[kM][kN][4], uint32_t a_tile, uint32_t b_tile, int row, int column) {
   constexpr int kPairs = kN / 2, kSteps = kK / 16 * kPairs;  // a step is one k block by one pair of column blocks
+  constexpr int kAhead = kM == 1 ? 3 : 1, kBuffers = kAhead + 1;
   const auto a_operand = OperandA<kARows>::template at<kATransposed>(a_tile, row);
   const auto b_operand = OperandB<kBRows>::template at<kBTransposed>(b_tile, column);
-  uint32_t a[2][kM][4], b[2][4];
+  uint32_t a[kBuffers][kM][4], b[kBuffers][4];
   const auto load = [&](int step) {
+    if (step >= kSteps) return;
     const int k = step / kPairs, pair = step % kPairs;
     if (pair == 0) {
 #pragma unroll
-      for (int m = 0; m < kM; ++m) a_operand.template load<kATransposed>(a[k % 2][m], m, 16 * k);
+      for (int m = 0; m < kM; ++m) a_operand.template load<kATransposed>(a[k % kBuffers][m], m, 16 * k);
     }
-    b_operand.template load<kBTransposed>(b[step % 2], 2 * pair, 16 * k);
+    b_operand.template load<kBTransposed>(b[step % kBuffers], 2 * pair, 16 * k);
   };
-  load(0);
+#pragma unroll
+  for (int step = 0; step < kAhead; ++step) load(step);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    if (step + 1 < kSteps) load(step + 1);
+    load(step + kAhead);
     const int n = 2 * (step % kPairs);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      ptx::mma<T>(c[m][n], a[step / kPairs % 2][m], b[step % 2][0], b[step % 2][1]);
-      ptx::mma<T>(c[m][n + 1], a[step / kPairs % 2][m], b[step % 2][2], b[step % 2][3]);
+      ptx::mma<T>(c[m][n], a[step / kPairs % kBuffers][m], b[step % kBuffers][0], b[step % kBuffers][1]);
+      ptx::mma<T>(c[m][n + 1], a[step / kPairs % kBuffers][m], b[step % kBuffers][2], b[step % kBuffers][3]);
     }
   }
 }
