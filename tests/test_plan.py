@@ -99,7 +99,7 @@ def test_more_tiles_than_a_word_has_bits():
 
 @pytest.mark.parametrize("heads", ["1", "K", "N"])
 def test_interval_bounds(heads):
-    """Per key tile: smallest start and largest end of what is not empty; largest start and smallest end, for fullness."""
+    """Per key tile: smallest start, largest end of what is not empty; largest start, smallest end for fullness."""
     case = Case((2,), 60, 300, 4, 2, 8, mask="B" + heads)
     start, end = make(case).mask
     end[:, :, 128:256] = start[:, :, 128:256]  # a tile that nobody sees

@@ -172,7 +172,7 @@ def test_vmap_inside_shard_map(implementation, mesh):
 
 
 def test_operands_whose_types_differ_are_refused_below():
-    """The primitive raises rather than type a gradient after its own operand, which would be silently wrong (CASES 29)."""
+    """The primitive raises rather than type a gradient after its own operand, silently wrong (CASES 29)."""
     from jax_dma import op
     from jax_dma.plan import Visibility
 

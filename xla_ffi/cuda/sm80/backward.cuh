@@ -14,8 +14,9 @@
 //   128 small   64 x 64      1       8      32 + 32 + 16 = 80 KB
 //   256         32 x 64      2       8      64 + 64 + 8 = 136 KB
 //   256 small   32 x 32      1       4      32 + 32 + 8 = 72 KB
-// "small" is for devices with 99 KB a block (8.6, 8.9, 12.0). A bias tile is staged where p and ds will be. dq is kept in
-// fragment order, so that a warp's additions are contiguous; a kernel after this one puts it in order.
+// "small" is for devices with 99 KB a block (8.6, 8.9, 12.0). Where shared memory is left (9.0, 10.0), mask bits and bias of
+// the next tile are loaded with its q and dout, `ahead`; otherwise a bias tile is staged where p and ds will be, behind two
+// more barriers. dq is kept in fragment order, so that a warp's additions are contiguous; a kernel after this one puts it in order.
 #pragma once
 
 #include "../live_tiles.cuh"
@@ -36,7 +37,13 @@ struct BackwardShapeOf {
   // After those: bias per key, mask bits, intervals.
   __host__ __device__ static int key_bias_bytes(const Problem& p) { return p.bias.present() && p.bias.row == 0 && p.bias.group == 0 ? 4 * kKeys : 0; }
   __host__ __device__ static int bits_bytes(const Problem& p) { return p.bits.present() ? MaskTile<kRows, kKeys>::kBytes : 0; }
-  static int shared_bytes(const Problem& p) { return kTileBytes + kStatsBytes + key_bias_bytes(p) + bits_bytes(p) + IntervalTile<kKeys>::bytes(p); }
+  __host__ __device__ static int bias_tile_bytes(const Problem& p) {
+    const int rows = p.bias.group != 0 ? kRows : queries_per_tile(p.G) * kRows / kTileRows;
+    return p.bias.present() && key_bias_bytes(p) == 0 ? rows * kKeys * (p.bias_dtype == DType::kF32 ? 4 : 2) : 0;
+  }
+  static int shared_bytes(const Problem& p, bool ahead) {
+    return kTileBytes + kStatsBytes + key_bias_bytes(p) + IntervalTile<kKeys>::bytes(p) + bits_bytes(p) * (ahead ? 2 : 1) + (ahead ? 2 * bias_tile_bytes(p) : 0);
+  }
 };
 template <int kHeadDim, bool kSmall>
 struct BackwardShape;
@@ -198,12 +205,15 @@ __device__ __forceinline__ void store_fragments(uint32_t tile, const uint32_t (&
       }
 }
 
-template <class T, int kHeadDim, bool kSmall, Mask kMask, Bias kBias>
+template <class T, int kHeadDim, bool kSmall, class MaskKind, class BiasKind>
 __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
-    jax_dma_sm80_backward(const __grid_constant__ Problem p, BackwardScratch scratch, DBias dbias_mode, bool bias_aligned, bool dbias_aligned) {
+    jax_dma_sm80_backward(const __grid_constant__ Problem p, BackwardScratch scratch, DBias dbias_mode, bool bias_aligned, bool dbias_aligned, bool ahead) {
   using Shape = BackwardShape<kHeadDim, kSmall>;
+  constexpr Mask kMask = MaskKind::kind;
+  constexpr Bias kBias = BiasKind::kind;
   constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kThreads = Shape::kThreads, kStages = Shape::kStages;
   constexpr int kQueryParts = kTileRows / kRows, kKeyParts = kKeyTile / kKeys;
+  constexpr bool kLogits = kMask == Mask::kBits || kBias == Bias::kTile;  // something is loaded for each tile of logits
   constexpr int kSM = kRows / (16 * Shape::kSM), kSN = kKeys / (8 * Shape::kSN);       // blocks of a warp's s and dp
   constexpr int kKM = kKeys / (16 * Shape::kKM), kKN = kHeadDim / (8 * Shape::kKN);    // of its dk and dv
   constexpr int kQM = kRows / (16 * Shape::kQM), kQN = kHeadDim / (8 * Shape::kQN);    // of its dq
@@ -211,11 +221,15 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
   extern __shared__ __align__(128) char shared[];
   const uint32_t k_tile = ptx::shared_address(shared), v_tile = k_tile + Shape::kKVBytes, q_tiles = v_tile + Shape::kKVBytes;
   const uint32_t dout_tiles = q_tiles + kStages * Shape::kQBytes, p_tile = dout_tiles + kStages * Shape::kQBytes, ds_tile = p_tile + Shape::kPBytes;
-  char* const bias_tile = shared + Shape::kTileBytes - 2 * Shape::kPBytes;  // over p and ds
   float2* const stats = reinterpret_cast<float2*>(shared + Shape::kTileBytes);
   float* const key_bias = reinterpret_cast<float*>(stats + kStages * kRows);
-  const uint32_t mask_tile = ptx::shared_address(key_bias) + (kBias == Bias::kKey ? Shape::key_bias_bytes(p) : 0);
-  const uint32_t interval_tile = mask_tile + (kMask == Mask::kBits ? Shape::bits_bytes(p) : 0);
+  const uint32_t interval_tile = ptx::shared_address(key_bias) + (kBias == Bias::kKey ? Shape::key_bias_bytes(p) : 0);
+  const uint32_t mask_tiles = interval_tile + (kMask == Mask::kNone ? 0 : IntervalTile<kKeys>::bytes(p));
+  const auto mask_tile = [&](int stage) { return mask_tiles + (ahead ? stage * Shape::bits_bytes(p) : 0); };
+  const auto bias_tile = [&](int stage) {
+    if (!ahead) return shared + Shape::kTileBytes - 2 * Shape::kPBytes;  // over p and ds
+    return shared + (mask_tiles - k_tile) + (kMask == Mask::kBits ? 2 * Shape::bits_bytes(p) : 0) + stage * Shape::bias_tile_bytes(p);
+  };
 
   const int tile_queries = queries_per_tile(p.G), queries = tile_queries / kQueryParts;
   // The first keys of all heads first, because under a causal mask the most queries see them, and a long block that starts
@@ -244,7 +258,11 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
     query_load.load(dout_tiles + stage * Shape::kQBytes, operands.dout + t0 * p.dout.row, p.dout, rows, p.Hv);
     if (threadIdx.x < kRows / 2)
       ptx::copy_async_16(ptx::shared_address(stats + stage * kRows + 2 * threadIdx.x), scratch.row_stats + head * scratch.rows + int64_t{tile} * kRows + 2 * threadIdx.x, 16);
-    ptx::copy_async_commit();
+  };
+  // Mask bits (unless the tile is full) and bias of a query tile.
+  const auto load_logits = [&](int tile, int stage, bool full) {
+    if (kMask == Mask::kBits && p.bits.present() && !full) MaskTile<kRows, kKeys>::template load<kThreads>(mask_tile(stage), p, operands.bits, tile * queries, key, queries);
+    if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.load<kRows, kKeys, kThreads>(bias_tile(stage), tile * queries, key, queries);
   };
 
   const auto next_tile = [&](LiveTiles<kQueryParts>& live) {
@@ -273,6 +291,8 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
     if (kMask != Mask::kNone && p.start.present()) IntervalTile<kKeys>::template load<kThreads>(interval_tile, p, operands.start, operands.end, key);
     if constexpr (kBias == Bias::kKey) load_key_bias<kKeys, kThreads>(key_bias, p, operands.bias, key);
     load_queries(tile, 0);
+    if (kLogits && ahead) load_logits(tile, 0, live.tile_full);
+    ptx::copy_async_commit();
   }
   while (tile >= 0) {
     const int this_tile = tile, t0 = tile * queries;
@@ -282,12 +302,16 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
     ptx::copy_async_wait<0>();
     __syncthreads();  // the tile is there; the previous one's p and ds have been read
     tile = next_tile(live);
-    const bool load_bits = kMask == Mask::kBits && p.bits.present() && !tile_full;
-    if (load_bits) MaskTile<kRows, kKeys>::template load<kThreads>(mask_tile, p, operands.bits, t0, key, queries);
-    if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.load<kRows, kKeys, kThreads>(bias_tile, t0, key, queries);
-    if (kMask == Mask::kBits || kBias == Bias::kTile) ptx::copy_async_commit();
-    if (kStages == 2 && tile >= 0) load_queries(tile, stage ^ 1);
-    if (kBias == Bias::kTile && tile >= 0) BiasTile{p, operands.bias, bias_aligned}.prefetch<kRows, kKeys, kThreads>(tile * queries, key, queries);
+    if (kLogits && !ahead) {
+      load_logits(this_tile, stage, tile_full);
+      ptx::copy_async_commit();
+    }
+    if (kStages == 2 && tile >= 0) {
+      load_queries(tile, stage ^ 1);
+      if (kLogits && ahead) load_logits(tile, stage ^ 1, live.tile_full);
+      ptx::copy_async_commit();
+    }
+    if (kBias == Bias::kTile && !ahead && tile >= 0) BiasTile{p, operands.bias, bias_aligned}.prefetch<kRows, kKeys, kThreads>(tile * queries, key, queries);
 
     // Rows that see nothing: whatever their cotangents hold must not reach the products, in which 0 * NaN is NaN.
     {
@@ -308,21 +332,21 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
     multiply<T, kSM, kSN, kHeadDim, kRows, kKeys, false, false>(x, q_tile, k_tile, s_row, s_column);
     float factor = p.scale;
     if (p.softcap != 0.0f) soft_cap(x, p.scale, p.softcap), factor = 1.0f;
-    if (kMask == Mask::kBits || kBias == Bias::kTile) {
+    if (kLogits && !ahead) {
       if (kStages == 2 && tile >= 0) ptx::copy_async_wait<1>();
       else ptx::copy_async_wait<0>();
       __syncthreads();  // bits and bias are there
     }
     if constexpr (kBias == Bias::kTile) {
-      BiasTile{p, operands.bias, bias_aligned}.template add<T, kKeys>(x, bias_tile, rows, s_column, queries, factor);
-      __syncthreads();  // p and ds go where bias was
+      BiasTile{p, operands.bias, bias_aligned}.template add<T, kKeys>(x, bias_tile(stage), rows, s_column, queries, factor);
+      if (!ahead) __syncthreads();  // p and ds go where bias was
     } else if constexpr (kBias == Bias::kKey) {
       add_key_bias(x, key_bias, s_column, factor);
     } else if (factor <= 0.0f) {
       scale_by(x, factor);  // so that -inf stays -inf below
     }
     if (kMask != Mask::kNone && !tile_full) {
-      if (load_bits) MaskTile<kRows, kKeys>::hide(x, mask_tile, p, rows, queries, s_column);
+      if (kMask == Mask::kBits && p.bits.present()) MaskTile<kRows, kKeys>::hide(x, mask_tile(stage), p, rows, queries, s_column);
       if (p.start.present()) IntervalTile<kKeys>::hide(x, interval_tile, p, rows, t0, s_column);
     }
     if (key + kKeys > static_cast<int>(p.S) || (p.causal && key + kKeys - 1 > t0 + static_cast<int>(p.causal_offset()))) hide_by_position(x, p, rows, t0, key + s_column);
@@ -426,6 +450,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
     if (kStages == 1 && tile >= 0) {
       __syncthreads();
       load_queries(tile, 0);
+      ptx::copy_async_commit();
     }
     if (kStages == 2) stage ^= 1;
   }

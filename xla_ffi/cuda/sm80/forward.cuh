@@ -36,10 +36,12 @@ struct ForwardShape {
   }
 };
 
-template <class T, int kHeadDim, Mask kMask, Bias kBias>
+template <class T, int kHeadDim, class MaskKind, class BiasKind>
 __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
     jax_dma_sm80_forward(const __grid_constant__ Problem p, bool bias_aligned) {
   using Shape = ForwardShape<kHeadDim>;
+  constexpr Mask kMask = MaskKind::kind;
+  constexpr Bias kBias = BiasKind::kind;
   constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kThreads = Shape::kThreads, kM = Shape::kM;
   constexpr int kS = kKeys / 8, kO = kHeadDim / 8;  // column blocks of logits and output
   constexpr int kQueryParts = kTileRows / kRows, kKeyParts = kKeyTile / kKeys;

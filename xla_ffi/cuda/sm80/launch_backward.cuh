@@ -20,7 +20,7 @@ __global__ void jax_dma_sm80_round_dbias(const float* sums, void* dbias, int64_t
 }
 
 template <class T, int kHeadDim, bool kSmall>
-cudaError_t launch_backward_shape(const Problem& p, const BackwardBuffers& buffers, cudaStream_t stream) {
+cudaError_t launch_backward_shape(const Problem& p, const BackwardBuffers& buffers, bool ahead, cudaStream_t stream) {
   using Shape = BackwardShape<kHeadDim, kSmall>;
   const int queries = queries_per_tile(p.G) * Shape::kRows / kTileRows;
   BackwardScratch scratch{reinterpret_cast<float2*>(buffers.row_stats), buffers.dq, buffers.turn, buffers.dbias, ceil_div(p.T, queries) * Shape::kRows, 0, 0, 0};
@@ -43,9 +43,9 @@ cudaError_t launch_backward_shape(const Problem& p, const BackwardBuffers& buffe
   for (scratch.first_head = 0; scratch.first_head < heads; scratch.first_head += scratch.heads)
     for (scratch.first_part = 0; scratch.first_part < parts && error == cudaSuccess; scratch.first_part += parts_per_launch)
       error = with_kinds(p, [&](auto mask, auto bias) {
-        constexpr Mask kMask = kSmall ? Mask::kBits : mask();  // the small shapes are compiled once for all masks
-        return launch(jax_dma_sm80_backward<T, kHeadDim, kSmall, kMask, bias()>, int64_t{parts_per_launch} * scratch.heads, Shape::kThreads, Shape::shared_bytes(p), stream, p, scratch,
-                      dbias_mode_of(p), bias_is_aligned(p, p.bias), bias_is_aligned(p, p.dbias));
+        using MaskKind = std::conditional_t<kSmall, dense_mask, decltype(mask)>;  // small shapes are compiled once for all masks
+        return launch(jax_dma_sm80_backward<T, kHeadDim, kSmall, MaskKind, decltype(bias)>, int64_t{parts_per_launch} * scratch.heads, Shape::kThreads, Shape::shared_bytes(p, ahead), stream, p,
+                      scratch, dbias_mode_of(p), bias_is_aligned(p, p.bias), bias_is_aligned(p, p.dbias), ahead);
       });
   if (error == cudaSuccess && rows > 0)
     error = launch(jax_dma_sm80_reorder_dq<T, kHeadDim, kSmall>, ceil_div(rows * (kHeadDim / 4), kThreads), kThreads, 0, stream, p, reinterpret_cast<const float4*>(buffers.dq), scratch.rows, queries);
@@ -54,17 +54,20 @@ cudaError_t launch_backward_shape(const Problem& p, const BackwardBuffers& buffe
   return error;
 }
 
-constexpr int kStaticBytes = sizeof(BlockOperands<__half>);
-
 template <class T, int kHeadDim>
 cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cudaStream_t stream) {
   int device = 0, shared = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
-  if constexpr (kHeadDim > 64)
-    if (shared < BackwardShape<kHeadDim, false>::shared_bytes(p) + kStaticBytes) return launch_backward_shape<T, kHeadDim, true>(p, buffers, stream);
-  return launch_backward_shape<T, kHeadDim, false>(p, buffers, stream);
+#ifdef JAX_DMA_TEST_SMALL_SHAPES  // what a device with 99 KB runs, on one with more
+  shared = 99 * 1024;
+#endif
+  using Shape = BackwardShape<kHeadDim, false>;
+  const auto fits = [&](int bytes) { return bytes + static_cast<int>(sizeof(BlockOperands<T>)) <= shared; };
+  if (fits(Shape::shared_bytes(p, true))) return launch_backward_shape<T, kHeadDim, false>(p, buffers, true, stream);
+  if (kHeadDim == 64 || fits(Shape::shared_bytes(p, false))) return launch_backward_shape<T, kHeadDim, false>(p, buffers, false, stream);
+  return launch_backward_shape<T, kHeadDim, kHeadDim != 64>(p, buffers, false, stream);
 }
 
 }  // namespace jax_dma::sm80

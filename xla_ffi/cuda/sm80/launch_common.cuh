@@ -10,17 +10,13 @@
 
 namespace jax_dma::sm80 {
 
-// Calls `run` with the mask and bias kinds of a problem as template arguments.
+// Calls `run` with the mask and bias kinds of a problem, as the types in logits.cuh.
 template <class Run>
 cudaError_t with_kinds(const Problem& p, const Run& run) {
-  const auto with_mask = [&](auto bias) {
-    if (p.bits.present()) return run(std::integral_constant<Mask, Mask::kBits>(), bias);
-    if (p.start.present()) return run(std::integral_constant<Mask, Mask::kIntervals>(), bias);
-    return run(std::integral_constant<Mask, Mask::kNone>(), bias);
-  };
-  if (!p.bias.present()) return with_mask(std::integral_constant<Bias, Bias::kNone>());
-  if (p.bias.row == 0 && p.bias.group == 0) return with_mask(std::integral_constant<Bias, Bias::kKey>());
-  return with_mask(std::integral_constant<Bias, Bias::kTile>());
+  const auto with_mask = [&](auto bias) { return p.bits.present() ? run(dense_mask(), bias) : p.start.present() ? run(interval_mask(), bias) : run(no_mask(), bias); };
+  if (!p.bias.present()) return with_mask(no_bias());
+  if (p.bias.row == 0 && p.bias.group == 0) return with_mask(key_bias());
+  return with_mask(tile_bias());
 }
 
 // Whether eight neighbouring keys of any row start at a multiple of 16 bytes.

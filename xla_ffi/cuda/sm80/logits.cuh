@@ -19,6 +19,14 @@ enum class Bias {
   kTile,  // anything else: a tile in shared memory, in bias's dtype
 };
 
+// The kinds as types, so that a profile shows kernels by name: jax_dma_sm80_forward<__nv_bfloat16, 128, dense_mask, key_bias>.
+struct no_mask { static constexpr Mask kind = Mask::kNone; };
+struct interval_mask { static constexpr Mask kind = Mask::kIntervals; };
+struct dense_mask { static constexpr Mask kind = Mask::kBits; };
+struct no_bias { static constexpr Bias kind = Bias::kNone; };
+struct key_bias { static constexpr Bias kind = Bias::kKey; };
+struct tile_bias { static constexpr Bias kind = Bias::kTile; };
+
 // A logit this low is hidden: see kHideBelow. What is added to the bias cannot move it across: it is under 1e22.
 __device__ __forceinline__ bool is_hidden(float logit) { return logit <= kHideBelow; }
 
