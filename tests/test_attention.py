@@ -16,6 +16,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 @pytest.mark.parametrize("name", NAMED)
 def test_named_case(implementation, name):
     """The faults of other libraries, by number (CASES 1, 2, 8, 11, 12, 13, 18, 20, 24, 25)."""
+    if name == "group_of_128":  # more heads than the CUDA kernels take to a group: the next in line serves it
+        implementation = (implementation, "xla")
     check(implementation, NAMED[name])
 
 

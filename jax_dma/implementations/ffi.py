@@ -57,9 +57,8 @@ def unsupported(name, call, q, k, v, bias):
     dtypes = _KERNEL_DTYPES[name]
     if q.dtype.name not in dtypes:
         return f"it computes in {', '.join(dtypes)}, and q is {q.dtype}"
-    bias_dtypes = ("float32", "bfloat16", "float16") if name == "cpu" else ("float32", q.dtype.name)
-    if bias is not None and bias.dtype.name not in bias_dtypes:
-        return f"it takes a bias in {' or '.join(bias_dtypes)} with q in {q.dtype}, and bias is {bias.dtype}"
+    if bias is not None and bias.dtype.name not in ("float32", "bfloat16", "float16"):
+        return f"it takes a bias in float32, bfloat16 or float16, not {bias.dtype}"
     H, Hv = q.shape[-1], v.shape[-1]
     if max(H, Hv) > MAX_HEAD_DIM:
         return f"it serves head dimensions up to {MAX_HEAD_DIM}, and H is {H}, Hv {Hv}"

@@ -17,7 +17,6 @@ ffi::Error check_limits(const Problem& p) {
   const int head_dim = std::max(p.H, p.Hv), limit = head_dim <= 128 ? 64 : 32;
   if (head_dim > 256) return invalid("the CUDA kernels serve head dimensions up to 256, got " + std::to_string(head_dim));
   if (p.G > limit) return invalid("the CUDA kernels serve up to " + std::to_string(limit) + " query heads per key head at this head dimension, got " + std::to_string(p.G));
-  if (p.bias.present() && p.bias_dtype != DType::kF32 && p.bias_dtype != p.dtype) return invalid("a 16-bit bias must have q's dtype");
   return ffi::Error::Success();
 }
 

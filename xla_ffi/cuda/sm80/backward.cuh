@@ -60,7 +60,7 @@ struct BackwardShape<256, true> : BackwardShapeOf<32, 32, 1, 4, 2, 1, 1, 256> {}
 
 // Scratch of the backward pass; rows are in tile order (tile * kRows + row).
 struct BackwardScratch {
-  float2* row_stats;  // [B, K, rows]: log-sum-exp in log2 units (+inf where the row sees nothing or is padding), delta
+  float2* row_stats;  // [B, K, rows]: log-sum-exp (+inf where the row sees nothing or is padding), delta
   float* dq;          // [B, K, rows, head dim], fragment order
   int* turn;          // [B, K, row tiles]: under `deterministic`, how many key tiles have added to dq
   float* dbias;       // f32, dbias's shape, where several blocks add to one element; otherwise null
@@ -78,7 +78,6 @@ enum class DBias : int {
   kPerHead,   // bias [.., N, 1, S]: sum over queries, one row per head
 };
 
-template <class T>
 __device__ __forceinline__ void store_bias_value(void* base, int64_t index, float value, DType dtype) {
   if (dtype == DType::kF32) static_cast<float*>(base)[index] = value;
   else if (dtype == DType::kBF16) static_cast<__nv_bfloat16*>(base)[index] = __float2bfloat16(value);
@@ -89,6 +88,7 @@ __device__ __forceinline__ void store_bias_value(void* base, int64_t index, floa
 template <class T, int kRows, int kKeys, int kThreads>
 struct DBiasWriter {
   const Problem& p;
+  const RowTable<kRows>& table;
   DBias mode;
   char* direct;  // in bias's dtype, at (batch, kv_head), or null
   float* summed;
@@ -97,7 +97,7 @@ struct DBiasWriter {
 
   __device__ void put(int64_t index, float value) const {
     if (summed != nullptr) ptx::reduce_add(summed + index, value);
-    else store_bias_value<T>(direct, index, value, p.bias_dtype);
+    else store_bias_value(direct, index, value, p.bias_dtype);
   }
 
   // Eight neighbouring keys of one row.
@@ -109,8 +109,11 @@ struct DBiasWriter {
         target[0] = make_float4(value[0], value[1], value[2], value[3]);
         target[1] = make_float4(value[4], value[5], value[6], value[7]);
       } else {
-        uint4 packed{ptx::pack<T>(value[0], value[1]), ptx::pack<T>(value[2], value[3]), ptx::pack<T>(value[4], value[5]), ptx::pack<T>(value[6], value[7])};
-        *reinterpret_cast<uint4*>(reinterpret_cast<uint16_t*>(direct) + index) = packed;
+        const auto packed = [&](auto element) {
+          using Element = decltype(element);
+          return uint4{ptx::pack<Element>(value[0], value[1]), ptx::pack<Element>(value[2], value[3]), ptx::pack<Element>(value[4], value[5]), ptx::pack<Element>(value[6], value[7])};
+        };
+        *reinterpret_cast<uint4*>(reinterpret_cast<uint16_t*>(direct) + index) = p.bias_dtype == DType::kBF16 ? packed(__nv_bfloat16()) : packed(__half());
       }
       return;
     }
@@ -128,9 +131,9 @@ struct DBiasWriter {
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * kChunks; i += kThreads) {
       const int r = i / kChunks, column = (i % kChunks) * 8;
-      const int64_t t = t0 + (mode == DBias::kPerQuery ? r : mode == DBias::kPerRow ? r / p.G : 0);
+      const int64_t t = t0 + (mode == DBias::kPerQuery ? r : mode == DBias::kPerRow ? table.query(r) : 0);
       if (t >= p.T) continue;
-      const int g = mode == DBias::kPerRow ? r % p.G : mode == DBias::kPerHead ? r : 0;
+      const int g = mode == DBias::kPerRow ? table.head(r) : mode == DBias::kPerHead ? r : 0;
       float sum[8] = {};
       for (int j = 0; j < summands; ++j) {
         uint32_t packed[4];
@@ -151,9 +154,9 @@ struct DBiasWriter {
   // A bias that is the same for all keys: one thread sums a row, so that the order is fixed.
   __device__ void write_row_sums(uint32_t ds_tile, int t0, int queries, int rows, int summands, int first, int step) const {
     for (int r = threadIdx.x; r < rows; r += kThreads) {
-      const int64_t t = t0 + (mode == DBias::kPerQuery ? r : mode == DBias::kPerRow ? r / p.G : 0);
+      const int64_t t = t0 + (mode == DBias::kPerQuery ? r : mode == DBias::kPerRow ? table.query(r) : 0);
       if (t >= p.T) continue;
-      const int g = mode == DBias::kPerRow ? r % p.G : mode == DBias::kPerHead ? r : 0;
+      const int g = mode == DBias::kPerRow ? table.head(r) : mode == DBias::kPerHead ? r : 0;
       float sum = 0.0f;
       for (int j = 0; j < summands; ++j)
         for (int c = 0; c < kKeys; c += 2) {
@@ -174,8 +177,8 @@ struct DBiasWriter {
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * kChunks; i += kThreads) {
       const int r = i / kChunks;
-      const int64_t t = t0 + (mode == DBias::kPerQuery ? r : r / p.G);
-      if (t < p.T) put8(t * p.dbias.row + (mode == DBias::kPerQuery ? 0 : r % p.G) * p.dbias.group, (i % kChunks) * 8, zeros);
+      const int64_t t = t0 + (mode == DBias::kPerQuery ? r : table.query(r));
+      if (t < p.T) put8(t * p.dbias.row + (mode == DBias::kPerQuery ? 0 : table.head(r)) * p.dbias.group, (i % kChunks) * 8, zeros);
     }
   }
 };
@@ -237,11 +240,13 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
   const int part = scratch.first_part + blockIdx.x / scratch.heads, head = scratch.first_head + blockIdx.x % scratch.heads;
   const int key = part * kKeys, key_tile = part / kKeyParts;
   __shared__ BlockOperands<T> operands;
+  __shared__ RowTable<kRows> table;
   if (threadIdx.x == 0) operands.fill(p, head / p.K, head % p.K);
+  table.template fill<kThreads>(p.G);
   __syncthreads();
   const bool dbias_tiles = kBias == Bias::kTile && dbias_mode != DBias::kNone;
   const auto dbias_writer = [&] {
-    return DBiasWriter<T, kRows, kKeys, kThreads>{p, dbias_mode, operands.dbias, scratch.dbias == nullptr ? nullptr : scratch.dbias + operands.dbias_offset, key, dbias_aligned};
+    return DBiasWriter<T, kRows, kKeys, kThreads>{p, table, dbias_mode, operands.dbias, scratch.dbias == nullptr ? nullptr : scratch.dbias + operands.dbias_offset, key, dbias_aligned};
   };
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -261,8 +266,8 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
   };
   // Mask bits (unless the tile is full) and bias of a query tile.
   const auto load_logits = [&](int tile, int stage, bool full) {
-    if (kMask == Mask::kBits && p.bits.present() && !full) MaskTile<kRows, kKeys>::template load<kThreads>(mask_tile(stage), p, operands.bits, tile * queries, key, queries);
-    if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.load<kRows, kKeys, kThreads>(bias_tile(stage), tile * queries, key, queries);
+    if (kMask == Mask::kBits && p.bits.present() && !full) MaskTile<kRows, kKeys>::template load<kThreads>(mask_tile(stage), p, table, operands.bits, tile * queries, key, queries);
+    if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.template load<kRows, kKeys, kThreads>(bias_tile(stage), table, tile * queries, key, queries);
   };
 
   const auto next_tile = [&](LiveTiles<kQueryParts>& live) {
@@ -311,20 +316,20 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
       if (kLogits && ahead) load_logits(tile, stage ^ 1, live.tile_full);
       ptx::copy_async_commit();
     }
-    if (kBias == Bias::kTile && !ahead && tile >= 0) BiasTile{p, operands.bias, bias_aligned}.prefetch<kRows, kKeys, kThreads>(tile * queries, key, queries);
+    if (kBias == Bias::kTile && !ahead && tile >= 0) BiasTile{p, operands.bias, bias_aligned}.template prefetch<kRows, kKeys, kThreads>(table, tile * queries, key, queries);
 
-    // Rows that see nothing: whatever their cotangents hold must not reach the products, in which 0 * NaN is NaN.
-    {
-      bool sees_nothing = false;
-      for (int r = lane; r < kRows; r += 32) sees_nothing |= row_stat[r].x == INFINITY;
-      if (__any_sync(~0u, sees_nothing)) {  // the same for every warp
-        for (int i = threadIdx.x; i < kRows * (kHeadDim / 8); i += kThreads) {
-          const int r = i / (kHeadDim / 8);
-          if (row_stat[r].x == INFINITY)
-            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(chunk_address<kRows>(dout_tile, r, i % (kHeadDim / 8))), "r"(0) : "memory");
-        }
-        __syncthreads();
+    // Rows that see nothing or are padding, and rows of very large logits, need care that others are spared.
+    bool special = false;
+    for (int r = lane; r < kRows; r += 32) special |= fabsf(row_stat[r].x) > kLarge;
+    special = __any_sync(~0u, special);  // the same for every warp
+    if (special) {
+      // Whatever the cotangents of a row that sees nothing hold must not reach the products, in which 0 * NaN is NaN.
+      for (int i = threadIdx.x; i < kRows * (kHeadDim / 8); i += kThreads) {
+        const int r = i / (kHeadDim / 8);
+        if (row_stat[r].x == INFINITY)
+          asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(chunk_address<kRows>(dout_tile, r, i % (kHeadDim / 8))), "r"(0) : "memory");
       }
+      __syncthreads();
     }
 
     float x[kSM][kSN][4];
@@ -350,15 +355,31 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
       if (p.start.present()) IntervalTile<kKeys>::hide(x, interval_tile, p, rows, t0, s_column);
     }
     if (key + kKeys > static_cast<int>(p.S) || (p.causal && key + kKeys - 1 > t0 + static_cast<int>(p.causal_offset()))) hide_by_position(x, p, rows, t0, key + s_column);
+    if (special) {
+#pragma unroll
+      for (int i = 0; i < 2 * kSM; ++i) {
+        const float lse = row_stat[rows.row(i)].x;
+        const bool blank = lse == INFINITY;  // in a padded row x may be NaN: it meets biases that are hidden from all others
+        const bool large = kBias != Bias::kNone && fabsf(lse) > kLarge;
+#pragma unroll
+        for (int n = 0; n < kSN; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& y = x[i / 2][n][2 * (i % 2) + e];
+            y = blank ? -INFINITY : large ? y - lse : y;
+          }
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 2 * kSM; ++i) {
       const float lse = row_stat[rows.row(i)].x;
+      const float shift = kBias != Bias::kNone && fabsf(lse) > kLarge ? 0.0f : lse * kLog2e;
 #pragma unroll
       for (int n = 0; n < kSN; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& y = x[i / 2][n][2 * (i % 2) + e];
-          y = ptx::exp2(y * log2_factor - lse);
+          y = ptx::exp2(y * log2_factor - shift);
         }
     }
     uint32_t packed[kSM][kSN][2];  // p as the products see it; half the registers while dp is computed
@@ -512,7 +533,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
   }
 }
 
-// Per row, in tile order: log-sum-exp in log2 units and delta = <out, dout> - dlse. One warp a row.
+// Per row, in tile order: log-sum-exp and delta = <out, dout> - dlse. One warp a row.
 template <class T>
 __global__ void jax_dma_sm80_row_stats(const __grid_constant__ Problem p, float2* stats, int64_t rows, int tile_rows, int queries) {
   const int64_t index = blockIdx.x * int64_t{blockDim.x / 32} + threadIdx.x / 32;
@@ -534,7 +555,7 @@ __global__ void jax_dma_sm80_row_stats(const __grid_constant__ Problem p, float2
       }
       for (int mask = 16; mask > 0; mask >>= 1) sum += __shfl_xor_sync(~0u, sum, mask);
       const float dlse = static_cast<const float*>(p.dlse.data)[offset_of(p, p.dlse, batch, kv_head, g) + t * p.dlse.row];
-      result = make_float2(lse * kLog2e, sum - dlse);
+      result = make_float2(lse, sum - dlse);
     }
   }
   if (lane == 0) stats[index] = result;

@@ -63,7 +63,9 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
   const int tiles = static_cast<int>(ceil_div(p.T, queries)), heads = static_cast<int>(gridDim.x) / tiles, head = blockIdx.x % heads;
   const int t0 = (tiles - 1 - static_cast<int>(blockIdx.x) / heads) * queries, t1 = min(t0 + queries, static_cast<int>(p.T));
   __shared__ BlockOperands<T> operands;
+  __shared__ RowTable<kRows> table;
   if (threadIdx.x == 0) operands.fill(p, head / p.K, head % p.K);
+  table.template fill<kThreads>(p.G);
   __syncthreads();
 
   const int warp_row = threadIdx.x / 32 * 16 * kM;
@@ -84,8 +86,9 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
   float m[2 * kM], l[2 * kM];
 #pragma unroll
   for (int i = 0; i < 2 * kM; ++i) m[i] = -INFINITY, l[i] = 0.0f;
-  // From the units of x, below, to log2.
-  const float log2_factor = kBias == Bias::kNone && p.softcap == 0.0f && p.scale > 0.0f ? p.scale * kLog2e : kLog2e;
+  // Logits are x * p.scale where scaling is left to the exponential, and otherwise x.
+  const bool scaled_late = kBias == Bias::kNone && p.softcap == 0.0f && p.scale > 0.0f;
+  const float log2_factor = scaled_late ? p.scale * kLog2e : kLog2e;
 
   int part = next_part();
   if (part >= 0) {
@@ -99,8 +102,8 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
     ptx::copy_async_wait<0>();
     __syncthreads();  // q and k are there, and nobody reads v or bias of the previous tile any more
     if (kMask != Mask::kNone && p.start.present() && !tile_full) IntervalTile<kKeys>::template load<kThreads>(interval_tile, p, operands.start, operands.end, key);
-    if (kMask == Mask::kBits && p.bits.present() && !tile_full) MaskTile<kRows, kKeys>::template load<kThreads>(mask_tile, p, operands.bits, t0, key, queries);
-    if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.load<kRows, kKeys, kThreads>(bias_tile, t0, key, queries);
+    if (kMask == Mask::kBits && p.bits.present() && !tile_full) MaskTile<kRows, kKeys>::template load<kThreads>(mask_tile, p, table, operands.bits, t0, key, queries);
+    if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.template load<kRows, kKeys, kThreads>(bias_tile, table, t0, key, queries);
     if constexpr (kBias == Bias::kKey) load_key_bias<kKeys, kThreads>(reinterpret_cast<float*>(bias_tile), p, operands.bias, key);
     load_keys(v_tile, operands.v, p.v, p.Hv, key);
     ptx::copy_async_commit();
@@ -115,7 +118,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
     if (part >= 0) {
       load_keys(k_tile, operands.k, p.k, p.H, part * kKeys);
       ptx::copy_async_commit();
-      if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.prefetch<kRows, kKeys, kThreads>(t0, part * kKeys, queries);
+      if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.template prefetch<kRows, kKeys, kThreads>(table, t0, part * kKeys, queries);
     }
 
     // Logits, in natural units where there is a cap or a bias; otherwise scaling is left to the exponential.
@@ -154,9 +157,23 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
         for (int n = 0; n < kO; ++n) o[i / 2][n][2 * (i % 2)] *= rescale[i], o[i / 2][n][2 * (i % 2) + 1] *= rescale[i];
       }
     }
+    bool large = false;
+    if constexpr (kBias != Bias::kNone) {  // rows of very large logits are shifted before they are multiplied
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i) large |= m[i] != -INFINITY && fabsf(m[i]) > kLarge;
+      large = __any_sync(~0u, large);
+      if (large) {
+#pragma unroll
+        for (int i = 0; i < 2 * kM; ++i) {
+          const float shift = m[i] == -INFINITY ? 0.0f : m[i];
+#pragma unroll
+          for (int n = 0; n < kS; ++n) x[i / 2][n][2 * (i % 2)] -= shift, x[i / 2][n][2 * (i % 2) + 1] -= shift;
+        }
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
-      const float shift = m[i] == -INFINITY ? 0.0f : m[i] * log2_factor;
+      const float shift = large || m[i] == -INFINITY ? 0.0f : m[i] * log2_factor;
 #pragma unroll
       for (int n = 0; n < kS; ++n)
 #pragma unroll
@@ -210,7 +227,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
       const int c = 8 * n + 2 * (lane % 4);
       if (c < p.Hv) *reinterpret_cast<uint32_t*>(target + c) = ptx::pack<T>(o[i / 2][n][2 * (i % 2)] * inverse, o[i / 2][n][2 * (i % 2) + 1] * inverse);
     }
-    if (lane % 4 == 0) lse[t * p.lse.row + rows.head(i) * p.lse.group] = total == 0.0f ? -INFINITY : (m[i] * log2_factor + log2f(total)) * kLn2;
+    if (lane % 4 == 0) lse[t * p.lse.row + rows.head(i) * p.lse.group] = total == 0.0f ? -INFINITY : m[i] * (scaled_late ? p.scale : 1.0f) + logf(total);
   }
 }
 

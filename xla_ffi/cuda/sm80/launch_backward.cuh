@@ -13,10 +13,10 @@ inline DBias dbias_mode_of(const Problem& p) {
   return p.dbias.group == 0 ? DBias::kPerQuery : DBias::kPerRow;
 }
 
-template <class T>
+template <class T>  // the element type of the call: one such kernel for each translation unit
 __global__ void jax_dma_sm80_round_dbias(const float* sums, void* dbias, int64_t elements, DType dtype) {
   const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
-  if (i < elements) store_bias_value<T>(dbias, i, sums[i], dtype);
+  if (i < elements) store_bias_value(dbias, i, sums[i], dtype);
 }
 
 template <class T, int kHeadDim, bool kSmall>
@@ -64,7 +64,7 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
   shared = 99 * 1024;
 #endif
   using Shape = BackwardShape<kHeadDim, false>;
-  const auto fits = [&](int bytes) { return bytes + static_cast<int>(sizeof(BlockOperands<T>)) <= shared; };
+  const auto fits = [&](int bytes) { return bytes + static_cast<int>(sizeof(BlockOperands<T>) + sizeof(RowTable<Shape::kRows>)) <= shared; };
   if (fits(Shape::shared_bytes(p, true))) return launch_backward_shape<T, kHeadDim, false>(p, buffers, true, stream);
   if (kHeadDim == 64 || fits(Shape::shared_bytes(p, false))) return launch_backward_shape<T, kHeadDim, false>(p, buffers, false, stream);
   return launch_backward_shape<T, kHeadDim, kHeadDim != 64>(p, buffers, false, stream);

@@ -4,6 +4,8 @@
 // 8 n + 2 (lane % 4) + i % 2 of a warp's part of a tile. A tile's rows are queries x heads, head fastest.
 #pragma once
 
+#include <type_traits>
+
 #include "../../common/problem.h"
 #include "../ptx.cuh"
 #include "tile.cuh"
@@ -27,6 +29,9 @@ struct no_bias { static constexpr Bias kind = Bias::kNone; };
 struct key_bias { static constexpr Bias kind = Bias::kKey; };
 struct tile_bias { static constexpr Bias kind = Bias::kTile; };
 
+// Beyond this a logit times log2(e) is rounded too coarsely, or overflows, to be subtracted after the multiplication.
+constexpr float kLarge = 1 << 20;
+
 // A logit this low is hidden: see kHideBelow. What is added to the bias cannot move it across: it is under 1e22.
 __device__ __forceinline__ bool is_hidden(float logit) { return logit <= kHideBelow; }
 
@@ -43,6 +48,20 @@ struct ThreadRows {
   __device__ int row(int i) const { return first + 8 * i; }
   __device__ int query(int i) const { return packed[i] & 0xffff; }
   __device__ int head(int i) const { return packed[i] >> 16; }
+};
+
+// For each row of a tile its query and head, in shared memory: what is loaded in rows other than a thread's own needs them,
+// and divisions are slow.
+template <int kRows>
+struct RowTable {
+  uint32_t packed[kRows];
+
+  template <int kThreads>
+  __device__ void fill(int group) {
+    for (int r = threadIdx.x; r < kRows; r += kThreads) packed[r] = r / group | (r % group) << 16;
+  }
+  __device__ int query(int row) const { return packed[row] & 0xffff; }
+  __device__ int head(int row) const { return packed[row] >> 16; }
 };
 
 // Where the operands of a block's (batch entry, key/value head) begin. Kept in shared memory: they are needed once a tile,
@@ -79,11 +98,11 @@ struct MaskTile {
   static constexpr int kRowBytes = kKeys / 8, kBytes = kRows * kRowBytes, kWords = kKeys / 32;
 
   template <int kThreads>
-  __device__ static void load(uint32_t tile, const Problem& p, const uint32_t* bits, int t0, int key, int queries) {
+  __device__ static void load(uint32_t tile, const Problem& p, const RowTable<kRows>& table, const uint32_t* bits, int t0, int key, int queries) {
     const bool per_head = p.bits.group != 0;
     const int rows = per_head ? kRows : queries;
     for (int r = threadIdx.x; r < rows; r += kThreads) {
-      const int query = per_head ? r / p.G : r, head = per_head ? r % p.G : 0;
+      const int query = per_head ? table.query(r) : r, head = per_head ? table.head(r) : 0;
       const bool inside = query < queries && t0 + query < static_cast<int>(p.T);
       const uint32_t* source = inside ? bits + (t0 + query) * p.bits.row + head * p.bits.group + (key / 32) * p.bits.col : bits;
       if (p.bits.col != 0) {
@@ -233,29 +252,28 @@ struct BiasTile {
 
   // Loads the tile of queries t0 .. and keys key ..; rows and keys outside are zeros. Asynchronous where aligned.
   template <int kRows, int kColumns, int kThreads>
-  __device__ void load(char* tile, int t0, int key, int queries) const {
-    if (bytes() == 4) load_elements<float, kRows, kColumns, kThreads>(tile, t0, key, queries);
-    else load_elements<uint16_t, kRows, kColumns, kThreads>(tile, t0, key, queries);
+  __device__ void load(char* tile, const RowTable<kRows>& table, int t0, int key, int queries) const {
+    if (bytes() == 4) load_elements<float, kRows, kColumns, kThreads>(tile, table, t0, key, queries);
+    else load_elements<uint16_t, kRows, kColumns, kThreads>(tile, table, t0, key, queries);
   }
   template <class Element, int kRows, int kColumns, int kThreads>
-  __device__ void load_elements(char* tile, int t0, int key, int queries) const {
-    constexpr int bytes = sizeof(Element), chunks = kColumns * bytes / 16, per_chunk = 16 / bytes;
+  __device__ void load_elements(char* tile, const RowTable<kRows>& table, int t0, int key, int queries) const {
+    constexpr int kBytes = sizeof(Element), kChunks = kColumns * kBytes / 16, kPerChunk = 16 / kBytes;
     const bool per_head = this->per_head();
     const int rows = per_head ? kRows : queries;
+    const int c = threadIdx.x % kChunks * kPerChunk, keys = max(min(static_cast<int>(p.S) - (key + c), kPerChunk), 0);
+    const char* const column = base + (t0 * p.bias.row + (key + c) * p.bias.col) * kBytes;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < rows * chunks; i += kThreads) {
-      const int r = i / chunks, c = (i % chunks) * per_chunk;
-      const int t = t0 + (per_head ? r / p.G : r);
-      const int g = per_head ? r % p.G : 0;
-      const bool inside = t < static_cast<int>(p.T) && (per_head ? r / p.G : r) < queries;
-      const int valid = inside ? max(min(static_cast<int>(p.S) - (key + c), per_chunk), 0) : 0;
-      const char* source = base + (t * p.bias.row + g * p.bias.group + (key + c) * p.bias.col) * bytes;
-      char* target = tile + bias_offset<kColumns>(r, c, bytes);
+    for (int r = threadIdx.x / kChunks; r < rows; r += kThreads / kChunks) {
+      const int query = per_head ? table.query(r) : r;
+      const int valid = query < queries && t0 + query < static_cast<int>(p.T) ? keys : 0;
+      const char* source = column + (query * p.bias.row + (per_head ? table.head(r) * p.bias.group : 0)) * kBytes;
+      char* target = tile + bias_offset<kColumns>(r, c, kBytes);
       if (whole_chunks) {
-        ptx::copy_async_16(ptx::shared_address(target), valid > 0 ? source : base, valid * bytes);
+        ptx::copy_async_16(ptx::shared_address(target), source, valid * kBytes);
       } else {
 #pragma unroll 1
-        for (int e = 0; e < per_chunk; ++e)
+        for (int e = 0; e < kPerChunk; ++e)
           reinterpret_cast<Element*>(target)[e] = e < valid ? reinterpret_cast<const Element*>(source)[e * p.bias.col] : Element{};
       }
     }
@@ -263,21 +281,27 @@ struct BiasTile {
 
   // Brings the tile from device memory nearer, ahead of load().
   template <int kRows, int kColumns, int kThreads>
-  __device__ void prefetch(int t0, int key, int queries) const {
+  __device__ void prefetch(const RowTable<kRows>& table, int t0, int key, int queries) const {
     if (p.bias.col == 0) return;
-    const int rows = min(queries, static_cast<int>(p.T) - t0) * (per_head() ? p.G : 1), lines = kColumns * bytes() < 128 ? 1 : kColumns * bytes() / 128;
+    const bool per_head = this->per_head();
+    const int lines = max(kColumns * bytes() / 128, 1), c = key + threadIdx.x % lines * (128 / bytes());
+    const int rows = min(queries, static_cast<int>(p.T) - t0) * (per_head ? p.G : 1);
+    if (c >= static_cast<int>(p.S)) return;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < rows * lines; i += kThreads) {
-      const int r = i / lines, c = key + i % lines * (128 / bytes());
-      if (c < static_cast<int>(p.S)) ptx::prefetch_l2(base + ((t0 + (per_head() ? r / p.G : r)) * p.bias.row + (per_head() ? r % p.G : 0) * p.bias.group + c) * bytes());
+    for (int r = threadIdx.x / lines; r < rows; r += kThreads / lines) {
+      const int query = per_head ? table.query(r) : r, head = per_head ? table.head(r) : 0;
+      ptx::prefetch_l2(base + ((t0 + query) * p.bias.row + head * p.bias.group + c) * bytes());
     }
   }
 
   // x = x * factor + bias, for a warp whose columns begin at `column`.
   template <class T, int kColumns, int kM, int kN>
   __device__ void add(float (&x)[kM][kN][4], const char* tile, const ThreadRows<kM>& rows, int column, int queries, float factor) const {
-    if (bytes() == 4) add_elements<float2, kColumns>(x, tile, rows, column, queries, factor, [](float2 pair) { return pair; });
-    else add_elements<uint32_t, kColumns>(x, tile, rows, column, queries, factor, [](uint32_t pair) { return ptx::unpack<T>(pair); });
+    using Other = std::conditional_t<std::is_same_v<T, __half>, __nv_bfloat16, __half>;
+    const DType same = std::is_same_v<T, __half> ? DType::kF16 : DType::kBF16;
+    if (p.bias_dtype == same) add_elements<uint32_t, kColumns>(x, tile, rows, column, queries, factor, [](uint32_t pair) { return ptx::unpack<T>(pair); });
+    else if (p.bias_dtype == DType::kF32) add_elements<float2, kColumns>(x, tile, rows, column, queries, factor, [](float2 pair) { return pair; });
+    else add_elements<uint32_t, kColumns>(x, tile, rows, column, queries, factor, [](uint32_t pair) { return ptx::unpack<Other>(pair); });
   }
   // A row is read whole before it is used, so that the latencies of shared memory overlap.
   template <class Pair, int kColumns, int kM, int kN, class Unpack>
