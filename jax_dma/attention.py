@@ -5,7 +5,8 @@ import jax
 from jax_dma import checks, mesh, op, reference
 from jax_dma.implementations import ffi, xla
 from jax_dma.masks import KeyIntervals
-from jax_dma.plan import MaskPlan, Visibility, interval_bounds, plan
+from jax_dma.plan import MaskPlan, plan
+from jax_dma.tiles import Visibility, interval_bounds
 
 IMPLEMENTATIONS = ("cuda", "cpu", "pallas", "xla", "reference")
 _DEFAULT = ("cuda", "cpu", "xla")  # the first that serves the platform being lowered for

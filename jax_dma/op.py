@@ -16,8 +16,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_dma.implementations import ffi, xla
-from jax_dma.plan import Visibility
 from jax_dma.reference import compute_dtype
+from jax_dma.tiles import Visibility
 
 
 @jax.tree_util.register_static

@@ -14,7 +14,7 @@ import pytest
 import jax_dma
 from cases import Case
 from jax_dma.implementations import ffi
-from jax_dma.plan import interval_bounds
+from jax_dma.tiles import interval_bounds
 from support import check
 
 # Loading and versions

@@ -7,10 +7,12 @@ import pytest
 
 import jax_dma
 from cases import PATTERNS, Case, make, per_query_head
-from jax_dma.plan import interval_bounds, pack_bits, queries_per_tile, unpack_bits
+from jax_dma.tiles import interval_bounds, pack_bits, queries_per_tile, unpack_bits
 from support import check, fit
 
 KEY_TILE = 128
+# Plain JAX on the CPU; on a GPU, a kernel analyses masks that vary over queries and keys.
+on_each_platform = pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 127, 128, 129, 300])
@@ -57,8 +59,9 @@ def bitmap(words, plane, outer, inner, case):
     return np.broadcast_to(bits, (*case.batch, case.K, outer, inner))
 
 
+@on_each_platform
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_tile_classes(pattern):
+def test_tile_classes(platform, pattern):
     """Tiles that have a visible position, and tiles that have no hidden one, in both directions."""
     case = Case((2,), 100, 300, 8, 2, 8, mask=pattern)
     queries = queries_per_tile(4)
@@ -86,15 +89,22 @@ def shapes(case):
     return struct(case.T, case.N), struct(case.S, case.K)
 
 
-def test_more_tiles_than_a_word_has_bits():
-    case = Case((1,), 10, 35 * KEY_TILE + 3, 1, 1, 8, mask="11TS")
-    mask = np.zeros((1, 1, case.T, case.S), bool)
-    mask[..., 33 * KEY_TILE + 5] = True
+@on_each_platform
+@pytest.mark.parametrize("T, keys_past_35_tiles, pattern", [(10, 3, "11TS"), (140, 16, "BKTS"), (35 * 32 + 7, 16, "11TS")])
+def test_more_tiles_than_a_word_has_bits(platform, T, keys_past_35_tiles, pattern):
+    """In either direction, with rows that are and are not whole chunks of 16 bytes."""
+    case = Case((2,), T, 35 * KEY_TILE + keys_past_35_tiles, 4, 1 if T > 1000 else 2, 8, mask=pattern)
+    queries = queries_per_tile(case.N // case.K)
+    mask = np.zeros(case.shape(pattern), bool)
+    mask[..., T - 1, 33 * KEY_TILE + 5] = True
     mask[..., 34 * KEY_TILE : 35 * KEY_TILE] = True
-    plan = jax_dma.plan(mask, *shapes(case))
-    seen, full = classes(case, mask, 128)
-    assert np.array_equal(bitmap(plan.tiles_by_query, 0, 1, 36, case), seen) and seen.sum() == 2
-    assert np.array_equal(bitmap(plan.tiles_by_query, 1, 1, 36, case), full) and full.sum() == 1
+    mask[..., 1, :] = True
+    plan = jax.jit(lambda m: jax_dma.plan(m, *shapes(case)))(mask)
+    assert np.array_equal(plan.dense(), mask)
+    tiles = -(-T // queries), 36
+    for plane, want in enumerate(classes(case, mask, queries)):
+        assert np.array_equal(bitmap(plan.tiles_by_query, plane, *tiles, case), want)
+        assert np.array_equal(bitmap(plan.tiles_by_key, plane, *tiles[::-1], case), np.swapaxes(want, -1, -2))
 
 
 @pytest.mark.parametrize("heads", ["1", "K", "N"])

@@ -174,7 +174,7 @@ def test_vmap_inside_shard_map(implementation, mesh):
 def test_operands_whose_types_differ_are_refused_below():
     """The primitive raises rather than type a gradient after its own operand, silently wrong (CASES 29)."""
     from jax_dma import op
-    from jax_dma.plan import Visibility
+    from jax_dma.tiles import Visibility
 
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
     call = op.Call(1.0, 0.0, False, False, ("xla",))

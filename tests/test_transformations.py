@@ -416,7 +416,7 @@ def test_export_for_cpu_and_cuda_from_one_trace(mask):
         made = jax_dma.KeyIntervals(*numbers) if len(numbers) == 2 else numbers[0]
         return jax_dma.attention(q, k, v, made, bias, return_lse=True)
 
-    checks = [jax.export.DisabledSafetyCheck.custom_call(f"jax_dma_{x}") for x in ("forward", "backward")]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(f"jax_dma_{x}") for x in ("forward", "backward", "plan")]
     exported = jax.export.export(jax.jit(call), platforms=("cpu", "cuda"), disabled_checks=checks)(
         *inputs[:3], inputs.bias, *numbers
     )

@@ -10,6 +10,7 @@ namespace nb = nanobind;
 NB_MODULE(_cuda, module) {
   module.def("registrations", [] {
     nb::dict handlers;
+    handlers["jax_dma_plan"] = nb::capsule(reinterpret_cast<void*>(jax_dma::cuda::plan_handler));
     handlers["jax_dma_forward"] = nb::capsule(reinterpret_cast<void*>(jax_dma::cuda::forward_handler));
     handlers["jax_dma_backward"] = nb::capsule(reinterpret_cast<void*>(jax_dma::cuda::backward_handler));
     return handlers;

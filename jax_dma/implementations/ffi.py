@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dma.plan import TILE_ROWS, queries_per_tile
+from jax_dma.tiles import TILE_ROWS, analyse, queries_per_tile
 
 PLATFORMS = {"cpu": ("cpu",), "cuda": ("cuda", "pallas", "xla"), None: ("xla",)}
 _XLA_PLATFORM = {"cpu": "cpu", "cuda": "CUDA"}
@@ -119,6 +119,13 @@ def _pad_channels(name, x):
 def _kernel_head_dim(H, Hv):
     """The head dimension that the CUDA kernels are compiled for (xla_ffi/cuda/sm80/launch.h)."""
     return next(n for n in (64, 128, 256) if max(H, Hv) <= n)
+
+
+def plan(mask, T, S, N, K):
+    """The analysis of a dense mask [*batch, N|K|1, T, S] by the CUDA kernel; see :func:`jax_dma.tiles.analyse`."""
+    types = jax.eval_shape(lambda mask: analyse(mask, T, S, N, K), jax.ShapeDtypeStruct(mask.shape, jnp.bool_))
+    results = [_result(x.shape, x.dtype, mask) for x in types]
+    return jax.ffi.ffi_call("jax_dma_plan", results)(mask, num_heads=np.int64(N), num_kv_heads=np.int64(K))
 
 
 def forward(name, *operands, call):

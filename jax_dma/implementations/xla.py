@@ -11,8 +11,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_dma.plan import KEY_TILE, Visibility, unpack_bits
 from jax_dma.reference import HIDE_BELOW, compute_dtype
+from jax_dma.tiles import KEY_TILE, Visibility, unpack_bits
 
 QUERY_CHUNK = 256
 KEY_CHUNK = 4 * KEY_TILE  # a multiple of 32, so that chunks begin at a word of mask bits

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../common/parse.h"
+#include "plan/plan.h"
 #include "sm80/launch.h"
 
 namespace jax_dma::cuda {
@@ -54,8 +55,39 @@ ffi::Error backward(cudaStream_t stream, Config config, ffi::RemainingArgs args,
   return check_launch(sm80::backward(*problem, buffers, stream), "backward");
 }
 
+// mask [*batch, N|K|1, T, S] pred -> bits, tiles_by_query, tiles_by_key, as in common/parse.h.
+using Words = ffi::Result<ffi::Buffer<ffi::U32>>;
+ffi::Error plan_mask(cudaStream_t stream, int64_t num_heads, int64_t num_kv_heads, ffi::Buffer<ffi::PRED> mask, Words bits, Words by_query, Words by_key) {
+  const auto dims = mask.dimensions();
+  const auto invalid = [](const std::string& message) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jax_dma: " + message); };
+  if (dims.size() < 3 || num_kv_heads < 1 || num_heads % std::max<int64_t>(num_kv_heads, 1) != 0) return invalid("mask must be [*batch, N|K|1, T, S], got " + shape_text(dims));
+  const int64_t heads = dims[dims.size() - 3];
+  if (heads != 1 && heads != num_kv_heads && heads != num_heads) return invalid("mask has " + std::to_string(heads) + " heads, expected N, K or 1");
+  plan::PlanProblem problem{static_cast<const uint8_t*>(mask.untyped_data()), 1, dims[dims.size() - 2], dims[dims.size() - 1], static_cast<int>(heads),
+                            static_cast<int>(num_heads / num_kv_heads), bits->typed_data(), by_query->typed_data(), by_key->typed_data()};
+  for (size_t axis = 0; axis + 3 < dims.size(); ++axis) problem.outer *= dims[axis];
+  const bool grouped = heads != 1 && heads != num_kv_heads;
+  const int64_t groups = problem.outer * (grouped ? num_kv_heads : heads);
+  const int64_t query_tiles = ceil_div(problem.T, queries_per_tile(problem.G)), key_tiles = ceil_div(problem.S, kKeyTile);
+  const auto has = [](Words& words, int64_t count) { return static_cast<int64_t>(words->element_count()) == count; };
+  if (!has(bits, problem.outer * heads * problem.T * 4 * key_tiles) || !has(by_query, groups * query_tiles * 2 * ceil_div(key_tiles, kTilesPerWord)) ||
+      !has(by_key, groups * key_tiles * 2 * ceil_div(query_tiles, kTilesPerWord)))
+    return invalid("the results of a mask plan have the wrong sizes");
+  return check_launch(plan::launch(problem, grouped, stream), "mask plan");
+}
+
 }  // namespace
 
+XLA_FFI_DEFINE_HANDLER(kPlan, plan_mask,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Attr<int64_t>("num_heads")
+                           .Attr<int64_t>("num_kv_heads")
+                           .Arg<ffi::Buffer<ffi::PRED>>()
+                           .Ret<ffi::Buffer<ffi::U32>>()
+                           .Ret<ffi::Buffer<ffi::U32>>()
+                           .Ret<ffi::Buffer<ffi::U32>>(),
+                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kForward, forward,
                        ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Attr<Config>("config").RemainingArgs().RemainingRets(),
                        {ffi::Traits::kCmdBufferCompatible});
@@ -63,6 +95,7 @@ XLA_FFI_DEFINE_HANDLER(kBackward, backward,
                        ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Attr<Config>("config").RemainingArgs().RemainingRets(),
                        {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_Error* plan_handler(XLA_FFI_CallFrame* frame) { return kPlan(frame); }
 XLA_FFI_Error* forward_handler(XLA_FFI_CallFrame* frame) { return kForward(frame); }
 XLA_FFI_Error* backward_handler(XLA_FFI_CallFrame* frame) { return kBackward(frame); }
 

@@ -5,6 +5,7 @@
 
 namespace jax_dma::cuda {
 
+XLA_FFI_Error* plan_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* forward_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* backward_handler(XLA_FFI_CallFrame* frame);
 

@@ -253,14 +253,12 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
   const int s_row = (warp % Shape::kSM) * 16 * kSM, s_column = (warp / Shape::kSM) * 8 * kSN;
   const int k_row = (warp % Shape::kKM) * 16 * kKM, k_column = (warp / Shape::kKM) * 8 * kKN;
   const int q_row = (warp % Shape::kQM) * 16 * kQM, q_column = (warp / Shape::kQM) * 8 * kQN;
-  const ThreadRows<kSM> rows(s_row, p.G);
+  const ThreadRows<kRows> rows(table, s_row);
 
-  // The rows that this thread loads are the same in every tile: (query, head) is worked out once.
-  const QueryLoad<kRows, kHeadDim, kThreads> query_load(p.G);
   const auto load_queries = [&](int tile, int stage) {
     const int t0 = tile * queries, rows = min(queries, static_cast<int>(p.T) - t0) * p.G;
-    query_load.load(q_tiles + stage * Shape::kQBytes, operands.q + t0 * p.q.row, p.q, rows, p.H);
-    query_load.load(dout_tiles + stage * Shape::kQBytes, operands.dout + t0 * p.dout.row, p.dout, rows, p.Hv);
+    load_query_rows<T, kRows, kHeadDim, kThreads>(q_tiles + stage * Shape::kQBytes, operands.q + t0 * p.q.row, p.q, table, rows, p.H);
+    load_query_rows<T, kRows, kHeadDim, kThreads>(dout_tiles + stage * Shape::kQBytes, operands.dout + t0 * p.dout.row, p.dout, table, rows, p.Hv);
     if (threadIdx.x < kRows / 2)
       ptx::copy_async_16(ptx::shared_address(stats + stage * kRows + 2 * threadIdx.x), scratch.row_stats + head * scratch.rows + int64_t{tile} * kRows + 2 * threadIdx.x, 16);
   };

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
   __syncthreads();
 
   const int warp_row = threadIdx.x / 32 * 16 * kM;
-  const ThreadRows<kM> rows(warp_row, p.G);
+  const ThreadRows<kRows> rows(table, warp_row);
 
   LiveTiles<kKeyParts> live;
   const auto next_part = [&] {
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
 
   int part = next_part();
   if (part >= 0) {
-    QueryLoad<kRows, kHeadDim, kThreads>(p.G).load(q_tile, operands.q + t0 * p.q.row, p.q, (t1 - t0) * p.G, p.H);
+    load_query_rows<T, kRows, kHeadDim, kThreads>(q_tile, operands.q + t0 * p.q.row, p.q, table, (t1 - t0) * p.G, p.H);
     load_keys(k_tile, operands.k, p.k, p.H, part * kKeys);
     ptx::copy_async_commit();
   }

@@ -35,23 +35,8 @@ constexpr float kLarge = 1 << 20;
 // A logit this low is hidden: see kHideBelow. What is added to the bias cannot move it across: it is under 1e22.
 __device__ __forceinline__ bool is_hidden(float logit) { return logit <= kHideBelow; }
 
-// For each of a thread's rows: its query within the tile, and its head within the group, packed to save registers.
-template <int kM>
-struct ThreadRows {
-  int first;
-  uint32_t packed[2 * kM];
-
-  __device__ ThreadRows(int first_row, int group) : first(first_row + (threadIdx.x % 32) / 4) {
-#pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) packed[i] = row(i) / group | (row(i) % group) << 16;
-  }
-  __device__ int row(int i) const { return first + 8 * i; }
-  __device__ int query(int i) const { return packed[i] & 0xffff; }
-  __device__ int head(int i) const { return packed[i] >> 16; }
-};
-
-// For each row of a tile its query and head, in shared memory: what is loaded in rows other than a thread's own needs them,
-// and divisions are slow.
+// For each row of a tile its query and head, in shared memory: divisions are slow, and
+// registers short.
 template <int kRows>
 struct RowTable {
   uint32_t packed[kRows];
@@ -62,6 +47,18 @@ struct RowTable {
   }
   __device__ int query(int row) const { return packed[row] & 0xffff; }
   __device__ int head(int row) const { return packed[row] >> 16; }
+};
+
+// The rows of a thread's fragments.
+template <int kRows>
+struct ThreadRows {
+  const RowTable<kRows>& table;
+  int first;
+
+  __device__ ThreadRows(const RowTable<kRows>& table, int first_row) : table(table), first(first_row + (threadIdx.x % 32) / 4) {}
+  __device__ int row(int i) const { return first + 8 * i; }
+  __device__ int query(int i) const { return table.query(row(i)); }
+  __device__ int head(int i) const { return table.head(row(i)); }
 };
 
 // Where the operands of a block's (batch entry, key/value head) begin. Kept in shared memory: they are needed once a tile,
@@ -116,7 +113,7 @@ struct MaskTile {
 
   // x = -inf where the bits are 0, for a warp whose columns begin at `column`.
   template <int kM, int kN>
-  __device__ static void hide(float (&x)[kM][kN][4], uint32_t tile, const Problem& p, const ThreadRows<kM>& rows, int queries, int column) {
+  __device__ static void hide(float (&x)[kM][kN][4], uint32_t tile, const Problem& p, const ThreadRows<kRows>& rows, int queries, int column) {
     static_assert(kN == 8 || kN <= 4);
     const bool per_head = p.bits.group != 0;
     const int first_bit = column % 32 + 2 * (threadIdx.x % 4);
@@ -158,8 +155,8 @@ struct IntervalTile {
   }
 
   // x = -inf where t is outside [start, end), for a warp whose columns begin at `column`.
-  template <int kM, int kN>
-  __device__ static void hide(float (&x)[kM][kN][4], uint32_t tile, const Problem& p, const ThreadRows<kM>& rows, int t0, int column) {
+  template <int kM, int kN, int kRows>
+  __device__ static void hide(float (&x)[kM][kN][4], uint32_t tile, const Problem& p, const ThreadRows<kRows>& rows, int t0, int column) {
     tile += 8 * (column + 2 * (threadIdx.x % 4));
     if (p.start.group == 0) {
       int t[2 * kM];
@@ -195,8 +192,8 @@ struct IntervalTile {
 };
 
 // x = -inf past S and, under the causal rule, past the query.
-template <int kM, int kN>
-__device__ __forceinline__ void hide_by_position(float (&x)[kM][kN][4], const Problem& p, const ThreadRows<kM>& rows, int t0, int key) {
+template <int kM, int kN, int kRows>
+__device__ __forceinline__ void hide_by_position(float (&x)[kM][kN][4], const Problem& p, const ThreadRows<kRows>& rows, int t0, int key) {
   const int columns = static_cast<int>(p.S) - key, offset = static_cast<int>(p.causal_offset()) + t0 - key + 1;
 #pragma unroll
   for (int i = 0; i < 2 * kM; ++i) {
@@ -295,8 +292,8 @@ struct BiasTile {
   }
 
   // x = x * factor + bias, for a warp whose columns begin at `column`.
-  template <class T, int kColumns, int kM, int kN>
-  __device__ void add(float (&x)[kM][kN][4], const char* tile, const ThreadRows<kM>& rows, int column, int queries, float factor) const {
+  template <class T, int kColumns, int kM, int kN, int kRows>
+  __device__ void add(float (&x)[kM][kN][4], const char* tile, const ThreadRows<kRows>& rows, int column, int queries, float factor) const {
     using Other = std::conditional_t<std::is_same_v<T, __half>, __nv_bfloat16, __half>;
     const DType same = std::is_same_v<T, __half> ? DType::kF16 : DType::kBF16;
     if (p.bias_dtype == same) add_elements<uint32_t, kColumns>(x, tile, rows, column, queries, factor, [](uint32_t pair) { return ptx::unpack<T>(pair); });
@@ -304,8 +301,8 @@ struct BiasTile {
     else add_elements<uint32_t, kColumns>(x, tile, rows, column, queries, factor, [](uint32_t pair) { return ptx::unpack<Other>(pair); });
   }
   // A row is read whole before it is used, so that the latencies of shared memory overlap.
-  template <class Pair, int kColumns, int kM, int kN, class Unpack>
-  __device__ void add_elements(float (&x)[kM][kN][4], const char* tile, const ThreadRows<kM>& rows, int column, int queries, float factor, const Unpack& unpack) const {
+  template <class Pair, int kColumns, int kM, int kN, int kRows, class Unpack>
+  __device__ void add_elements(float (&x)[kM][kN][4], const char* tile, const ThreadRows<kRows>& rows, int column, int queries, float factor, const Unpack& unpack) const {
     const bool per_head = this->per_head();
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {

@@ -42,27 +42,19 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const T* base, int64_t 
   }
 }
 
-// The same for the rows of a query tile: query * heads + head, `heads` to a query.
-template <int kRows, int kChannels, int kThreads>
-struct QueryLoad {
+// The same for the rows of a query tile (see RowTable), of which the first `rows` hold something.
+template <class T, int kRows, int kChannels, int kThreads, class Table>
+__device__ __forceinline__ void load_query_rows(uint32_t tile, const T* base, const View& view, const Table& table, int rows, int channels) {
   using Load = ThreadLoad<kRows, kChannels, kThreads>;
-  uint32_t packed[Load::kPasses];  // query | head << 16
-
-  __device__ explicit QueryLoad(int heads) {
+  const int row_stride = static_cast<int>(view.row), head_stride = static_cast<int>(view.group);
+  if (Load::chunk() * 8 >= channels) rows = 0;
+  base += Load::chunk() * 8;
 #pragma unroll
-    for (int pass = 0; pass < Load::kPasses; ++pass) packed[pass] = Load::row(pass) / heads | (Load::row(pass) % heads) << 16;
+  for (int pass = 0; pass < Load::kPasses; ++pass) {
+    const int row = Load::row(pass);
+    ptx::copy_async_16(Load::target(tile, pass), base + table.query(row) * row_stride + table.head(row) * head_stride, row < rows ? 16 : 0);
   }
-  // `rows`: how many rows hold something.
-  template <class T>
-  __device__ void load(uint32_t tile, const T* base, const View& view, int rows, int channels) const {
-    const int row_stride = static_cast<int>(view.row), head_stride = static_cast<int>(view.group);
-    if (Load::chunk() * 8 >= channels) rows = 0;
-    base += Load::chunk() * 8;
-#pragma unroll
-    for (int pass = 0; pass < Load::kPasses; ++pass)
-      ptx::copy_async_16(Load::target(tile, pass), base + static_cast<int>((packed[pass] & 0xffff) * row_stride + (packed[pass] >> 16) * head_stride), Load::row(pass) < rows ? 16 : 0);
-  }
-};
+}
 
 // Where a warp reads matrix operands from a tile. Each lane keeps the address of its row of the first 8x8 matrices; other
 // blocks are an exclusive or (chunks within a panel) and a constant away, because blocks start at even chunks.
