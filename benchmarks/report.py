@@ -65,7 +65,7 @@ def environment(commit=None):
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "commit": commit or _output("git", "-C", str(_HERE), "describe", "--always", "--dirty", "--tags") or None,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(_without_folders(x) for x in sys.argv),
     }
 

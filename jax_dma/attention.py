@@ -38,8 +38,8 @@ def attention(
         lse    = logsumexp(logits);  out = exp(logits - lse) @ v
 
     A position is hidden where ``mask`` is False, where ``bias <= -1e30`` (so -inf and the finfo.min of bfloat16 and
-    float32 hide), and under ``is_causal`` where ``s > t + (S - T)``: the last query sees every key. What bias holds at a
-    hidden position reaches no result and no gradient. A query that sees no key gets out 0, lse -inf and zero gradients.
+    float32 hide), and under ``is_causal`` where ``s > t + (S - T)``: the last query sees every key. What bias holds at
+    a hidden position reaches no result and no gradient. A query that sees no key gets out 0, lse -inf and zero gradients.
 
     Any number of leading batch axes may stand in the place of B (also none). Memory is O(T + S) beside the arrays given
     and returned, forward and backward.
@@ -62,8 +62,8 @@ def attention(
         :func:`jax_dma.available_implementations`.
 
     Returns:
-      out ``[B, T, N, Hv]`` in q's dtype; with ``return_lse`` the pair (out, lse), lse float32 ``[B, T, N]`` (float64 for
-      float64 inputs), natural logarithm.
+      out ``[B, T, N, Hv]`` in q's dtype; with ``return_lse`` the pair (out, lse), where lse is the natural logarithm,
+      float32 ``[B, T, N]`` (float64 for float64 inputs).
 
     Raises:
       TypeError, ValueError: at trace time, naming the argument, what it was and what it may be. A named implementation
@@ -163,7 +163,9 @@ def _serving(names, call, q, k, v, bias):
         if name in ("xla", "reference"):  # they serve everything: what stands behind them is never reached
             break
     if not serving:
-        raise ValueError(f"implementation={names[0] if len(names) == 1 else names!r} cannot serve this call. " + "; ".join(reasons))
+        raise ValueError(
+            f"implementation={names[0] if len(names) == 1 else names!r} cannot serve this call. " + "; ".join(reasons)
+        )
     if "reference" in serving[1:]:  # below the primitives, `xla` stands in for it: the same function in less memory
         serving[serving.index("reference")] = "xla"
     return tuple(serving)
@@ -208,8 +210,8 @@ def _no_binary_for_device():
         if number == plain or (arch.isdigit() and number // 10 == plain // 10 and number >= plain):
             return None
     return (
-        f"its kernels were built for compute capability {', '.join(_cuda.architectures())}, and this GPU has {capability}; "
-        f"reinstall with JAX_DMA_CUDA_ARCHS={number}"
+        f"its kernels were built for compute capability {', '.join(_cuda.architectures())}, "
+        f"and this GPU has {capability}; reinstall with JAX_DMA_CUDA_ARCHS={number}"
     )
 
 

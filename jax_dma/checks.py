@@ -1,4 +1,4 @@
-"""The argument checks of :func:`jax_dma.attention`: every rejected input is named, with what it was and what it may be."""
+"""The argument checks of :func:`jax_dma.attention`: what is rejected is named, with what it was and what it may be."""
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,18 @@ def check_arrays(q, k, v):
         raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     for name, x in (("k", k), ("v", v)):
         if x.ndim != q.ndim or x.shape[:-3] != q.shape[:-3]:
-            raise ValueError(f"{name} must have the batch axes of q, got {name} {x.shape} and q {q.shape}; {_expected(name)}")
+            raise ValueError(
+                f"{name} must have the batch axes of q, got {name} {x.shape} and q {q.shape}; {_expected(name)}"
+            )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k must have one head dimension H, got q {q.shape} and k {k.shape}")
     if k.shape[-3:-1] != v.shape[-3:-1]:
         raise ValueError(f"k and v must have the same S and K, got k {k.shape} and v {v.shape}")
     N, K = q.shape[-2], k.shape[-2]
     if K == 0 or N == 0 or N % K != 0:
-        raise ValueError(f"the {N} query heads of q must be a multiple of the {K} heads of k and v, got q {q.shape} and k {k.shape}")
+        raise ValueError(
+            f"the {N} query heads of q must be a multiple of the {K} heads of k and v, got q {q.shape} and k {k.shape}"
+        )
     if q.shape[-1] == 0 or v.shape[-1] == 0:
         raise ValueError(f"head dimensions must be at least 1, got q {q.shape} and v {v.shape}")
 
@@ -47,7 +51,9 @@ def check_bias(bias, q_shape, k_shape):
     """float [*batch|1, N|K|1, T|1, S|1]."""
     _check_is_array("bias", bias)
     if bias.dtype == jnp.bool_:
-        raise TypeError("bias must be floating point, got bool: a bool array is a `mask` (arguments are q, k, v, mask, bias)")
+        raise TypeError(
+            "bias must be floating point, got bool: a bool array is a `mask` (arguments are q, k, v, mask, bias)"
+        )
     if not jnp.issubdtype(bias.dtype, jnp.floating) or jnp.finfo(bias.dtype).bits < 16:
         raise TypeError(f"bias must be bfloat16, float16, float32 or float64, got {bias.dtype}")
     _check_broadcast("bias", bias.shape, q_shape, k_shape)
@@ -68,7 +74,9 @@ def check_intervals(start, end, live, q_shape, k_shape):
                 f"{_alternatives(q_shape[:-3])}[{_heads(q_shape, k_shape)}, {full[-1]}]"
             )
     if start.shape[-2] != end.shape[-2] and 1 not in (start.shape[-2], end.shape[-2]):
-        raise ValueError(f"mask.start and mask.end must have the same heads axis, or 1, got {start.shape} and {end.shape}")
+        raise ValueError(
+            f"mask.start and mask.end must have the same heads axis, or 1, got {start.shape} and {end.shape}"
+        )
     if live is not None and (not isinstance(live, int) or isinstance(live, bool) or live < 0):
         raise TypeError(f"mask.live must be None or a non-negative Python integer, got {live!r}")
 
@@ -84,7 +92,9 @@ def check_plan(plan, q_shape, k_shape):
         )
     batch = q_shape[:-3]
     if plan.bits.ndim != len(batch) + 3 or any(a not in (1, b) for a, b in zip(plan.bits.shape, batch)):
-        raise ValueError(f"the mask plan has batch axes {plan.bits.shape[:-3]}, but q has {batch} (each may be 1 in the plan)")
+        raise ValueError(
+            f"the mask plan has batch axes {plan.bits.shape[:-3]}, but q has {batch} (each may be 1 in the plan)"
+        )
 
 
 def check_scalar(name, value, positive=False):
@@ -108,7 +118,9 @@ def _check_is_array(name, x):
 
 
 def _expected(name):
-    return {"q": "q is [*batch, T, N, H]", "k": "k is [*batch, S, K, H]", "v": "v is [*batch, S, K, Hv]"}[name] + f" ({LETTERS})"
+    return {"q": "q is [*batch, T, N, H]", "k": "k is [*batch, S, K, H]", "v": "v is [*batch, S, K, Hv]"}[
+        name
+    ] + f" ({LETTERS})"
 
 
 def _alternatives(sizes):
@@ -130,4 +142,6 @@ def _check_broadcast(name, shape, q_shape, k_shape):
     heads, rows, cols = shape[len(batch) :]
     for got, allowed, what in ((heads, {N, K, 1}, "heads"), (rows, {T, 1}, "T"), (cols, {S, 1}, "S")):
         if got not in allowed:
-            raise ValueError(f"{name}'s {what} axis must be one of {sorted(allowed)}, got {got} in shape {shape}; {name} is {want}")
+            raise ValueError(
+                f"{name}'s {what} axis must be one of {sorted(allowed)}, got {got} in shape {shape}; {name} is {want}"
+            )

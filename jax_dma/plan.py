@@ -84,7 +84,10 @@ plan_p.multiple_results = True
 @plan_p.def_abstract_eval
 def _plan_types(mask, *, shape):
     like = lambda x: mask.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=_sharding(mask, len(x.shape)))
-    results = jax.eval_shape(functools.partial(analyse, T=shape[0], S=shape[1], N=shape[2], K=shape[3]), jax.ShapeDtypeStruct(mask.shape, jnp.bool_))
+    results = jax.eval_shape(
+        functools.partial(analyse, T=shape[0], S=shape[1], N=shape[2], K=shape[3]),
+        jax.ShapeDtypeStruct(mask.shape, jnp.bool_),
+    )
     return [like(x) for x in results]
 
 
@@ -94,7 +97,7 @@ def _sharding(mask, rank):
     return mask.sharding.update(spec=(batch + (None,) * rank)[:rank])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compiled(shape):
     return jax.jit(functools.partial(plan_p.bind, shape=shape))
 

@@ -34,7 +34,7 @@ class Visibility(NamedTuple):
 
 
 def analyse(mask, T, S, N, K):
-    """(bits, tiles_by_query, tiles_by_key) of a dense mask [*batch, N|K|1, T|1, S|1]; shapes as in :class:`Visibility`."""
+    """bits, tiles_by_query, tiles_by_key (as in :class:`Visibility`) of a dense mask [*batch, N|K|1, T|1, S|1]."""
     bits = pack_bits(mask) if mask.shape[-1] > 1 else jnp.where(mask, jnp.uint32(_ALL_ONES), jnp.uint32(0))
     seen, full = _tile_classes(bits, T, S, N, K)
     return bits, _tile_map(seen, full), _tile_map(*(jnp.swapaxes(x, -1, -2) for x in (seen, full)))
@@ -70,7 +70,7 @@ def _split_last(x, size):
 
 
 def _tile_classes(bits, T, S, N, K):
-    """Whether each tile has a visible position, and whether it has no hidden one: bool [*batch, K|1, tiles|1, tiles|1]."""
+    """Which tiles have a visible position, and which no hidden one: bool [*batch, K|1, query tiles|1, key tiles|1]."""
     *batch, heads, rows, words = bits.shape
     queries = queries_per_tile(N // K)
     # Past S the bits are 0; a tile is full if every bit before S is set.

@@ -90,7 +90,9 @@ def shapes(case):
 
 
 @on_each_platform
-@pytest.mark.parametrize("T, keys_past_35_tiles, pattern", [(10, 3, "11TS"), (140, 16, "BKTS"), (35 * 32 + 7, 16, "11TS")])
+@pytest.mark.parametrize(
+    "T, keys_past_35_tiles, pattern", [(10, 3, "11TS"), (140, 16, "BKTS"), (35 * 32 + 7, 16, "11TS")]
+)
 def test_more_tiles_than_a_word_has_bits(platform, T, keys_past_35_tiles, pattern):
     """In either direction, with rows that are and are not whole chunks of 16 bytes."""
     case = Case((2,), T, 35 * KEY_TILE + keys_past_35_tiles, 4, 1 if T > 1000 else 2, 8, mask=pattern)

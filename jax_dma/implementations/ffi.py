@@ -31,8 +31,8 @@ def refuse_newer(built, runtime):
     """
     if built[0] != runtime[0] or built[1] > runtime[1]:
         return (
-            f"its kernels were built for XLA FFI {built[0]}.{built[1]}, but the installed jaxlib {jax.lib.__version__} speaks "
-            f"{runtime[0]}.{runtime[1]}; reinstall jax_dma so that it is built against this jaxlib (or upgrade jaxlib)"
+            f"its kernels were built for XLA FFI {built[0]}.{built[1]}, but the installed jaxlib "
+            f"{jax.lib.__version__} speaks {runtime[0]}.{runtime[1]}; reinstall jax_dma so that it is built against this jaxlib (or upgrade jaxlib)"
         )
     return None
 
@@ -63,7 +63,8 @@ def unsupported(name, call, q, k, v, bias):
     if max(H, Hv) > MAX_HEAD_DIM:
         return f"it serves head dimensions up to {MAX_HEAD_DIM}, and H is {H}, Hv {Hv}"
     if len(q.shape) - 3 > MAX_BATCH_AXES:
-        return f"it takes at most {MAX_BATCH_AXES} batch axes (vmap included), and q has {len(q.shape) - 3}; reshape them together"
+        found = len(q.shape) - 3
+        return f"it takes at most {MAX_BATCH_AXES} batch axes (vmap included), and q has {found}; reshape them together"
     if name == "cuda":
         group, limit = q.shape[-2] // k.shape[-2], 64 if max(H, Hv) <= 128 else 32
         if group > limit:
@@ -79,7 +80,9 @@ def choose(platform, call, operands):
         if name == "xla":
             return name
         if name != platform:
-            reasons.append(f"{name}: it runs on {name}, and this program is being lowered for {platform or 'another platform'}")
+            reasons.append(
+                f"{name}: it runs on {name}, and this program is being lowered for {platform or 'another platform'}"
+            )
         elif (reason := load(name) or unsupported(name, call, q, k, v, bias)) is not None:
             reasons.append(f"{name}: {reason}")
         else:

@@ -39,30 +39,43 @@ inline std::string shape_text(ffi::Span<const int64_t> dims) {
 
 class Parser {
  public:
-  Parser(const Config& config, ffi::RemainingArgs args, ffi::RemainingRets rets) : config_(config), args_(args), rets_(rets) {}
+  Parser(const Config& config, ffi::RemainingArgs args, ffi::RemainingRets rets)
+      : config_(config), args_(args), rets_(rets) {}
 
   // `backward` selects the operand list; on failure the returned error names the operand.
   ffi::ErrorOr<Problem> parse(bool backward) {
-    const size_t expected_args = 3 + 3 * config_.has_bits + 3 * config_.has_intervals + config_.has_bias + (backward ? 4 : 0);
-    if (args_.size() != expected_args) return fail("expected " + std::to_string(expected_args) + " operands, got " + std::to_string(args_.size()));
+    const size_t expected_args =
+        3 + 3 * config_.has_bits + 3 * config_.has_intervals + config_.has_bias + (backward ? 4 : 0);
+    if (args_.size() != expected_args)
+      return fail("expected " + std::to_string(expected_args) + " operands, got " + std::to_string(args_.size()));
     const size_t expected_rets = backward ? 3 + config_.want_dbias : 2;
-    if (rets_.size() < expected_rets) return fail("expected at least " + std::to_string(expected_rets) + " results, got " + std::to_string(rets_.size()));
+    if (rets_.size() < expected_rets)
+      return fail("expected at least " + std::to_string(expected_rets) + " results, got " +
+                  std::to_string(rets_.size()));
     if (config_.want_dbias && !config_.has_bias) return fail("dbias was asked for without a bias");
-    if (config_.has_bits < 0 || config_.has_bits > 1 || config_.has_intervals < 0 || config_.has_intervals > 1) return fail("malformed config attribute");
+    if (config_.has_bits < 0 || config_.has_bits > 1 || config_.has_intervals < 0 || config_.has_intervals > 1)
+      return fail("malformed config attribute");
 
-    const ffi::AnyBuffer q = *args_.get<ffi::AnyBuffer>(0), k = *args_.get<ffi::AnyBuffer>(1), v = *args_.get<ffi::AnyBuffer>(2);
+    const ffi::AnyBuffer q = *args_.get<ffi::AnyBuffer>(0), k = *args_.get<ffi::AnyBuffer>(1),
+                         v = *args_.get<ffi::AnyBuffer>(2);
     const auto qd = q.dimensions(), kd = k.dimensions(), vd = v.dimensions();
     if (qd.size() < 3) return fail("q must have shape [*batch, T, N, H], got " + shape_text(qd));
     rank_ = qd.size() - 3;
-    if (kd.size() != qd.size() || vd.size() != qd.size()) return fail("k and v must have q's rank, got k " + shape_text(kd) + ", v " + shape_text(vd) + ", q " + shape_text(qd));
+    if (kd.size() != qd.size() || vd.size() != qd.size())
+      return fail("k and v must have q's rank, got k " + shape_text(kd) + ", v " + shape_text(vd) + ", q " +
+                  shape_text(qd));
 
     p_.T = qd[rank_], p_.S = kd[rank_];
     p_.N = qd[rank_ + 1], p_.K = kd[rank_ + 1], p_.H = qd[rank_ + 2], p_.Hv = vd[rank_ + 2];
-    if (p_.K < 1 || p_.N % std::max(p_.K, 1) != 0) return fail("N must be a multiple of K, got N=" + std::to_string(p_.N) + " K=" + std::to_string(p_.K));
-    if (kd[rank_ + 2] != p_.H) return fail("k must have q's head dimension " + std::to_string(p_.H) + ", got " + shape_text(kd));
-    if (vd[rank_] != p_.S || vd[rank_ + 1] != p_.K) return fail("v must have k's length and heads, got v " + shape_text(vd) + ", k " + shape_text(kd));
+    if (p_.K < 1 || p_.N % std::max(p_.K, 1) != 0)
+      return fail("N must be a multiple of K, got N=" + std::to_string(p_.N) + " K=" + std::to_string(p_.K));
+    if (kd[rank_ + 2] != p_.H)
+      return fail("k must have q's head dimension " + std::to_string(p_.H) + ", got " + shape_text(kd));
+    if (vd[rank_] != p_.S || vd[rank_ + 1] != p_.K)
+      return fail("v must have k's length and heads, got v " + shape_text(vd) + ", k " + shape_text(kd));
     if (!element_type(q.element_type(), &p_.dtype)) return fail("q must be f32, bf16 or f16");
-    if (k.element_type() != q.element_type() || v.element_type() != q.element_type()) return fail("q, k and v must have one dtype");
+    if (k.element_type() != q.element_type() || v.element_type() != q.element_type())
+      return fail("q, k and v must have one dtype");
     p_.G = p_.N / p_.K;
     p_.query_tiles = ceil_div(p_.T, queries_per_tile(p_.G));
     p_.key_tiles = ceil_div(p_.S, kKeyTile);
@@ -74,7 +87,8 @@ class Parser {
     for (size_t i = 0; i < args_.size(); ++i) {
       const auto dims = args_.get<ffi::AnyBuffer>(i)->dimensions();
       if (dims.size() < rank_) return fail("operand " + std::to_string(i) + " lacks batch axes: " + shape_text(dims));
-      for (size_t axis = 0; axis < rank_; ++axis) if (dims[axis] != 1) full_[axis] = dims[axis];
+      for (size_t axis = 0; axis < rank_; ++axis)
+        if (dims[axis] != 1) full_[axis] = dims[axis];
     }
 
     const int64_t N = p_.N, K = p_.K, T = p_.T, S = p_.S;
@@ -86,8 +100,12 @@ class Parser {
     size_t next = 3;
     if (config_.has_bits) {
       if (!mask_like("bits", next++, ffi::DataType::U32, T, words, &p_.bits)) return error();
-      if (!tile_map("tiles_by_query", next++, p_.query_tiles, ceil_div(p_.key_tiles, kTilesPerWord), &p_.tiles_by_query, &p_.tiles_by_query_plane)) return error();
-      if (!tile_map("tiles_by_key", next++, p_.key_tiles, ceil_div(p_.query_tiles, kTilesPerWord), &p_.tiles_by_key, &p_.tiles_by_key_plane)) return error();
+      if (!tile_map("tiles_by_query", next++, p_.query_tiles, ceil_div(p_.key_tiles, kTilesPerWord), &p_.tiles_by_query,
+                    &p_.tiles_by_query_plane))
+        return error();
+      if (!tile_map("tiles_by_key", next++, p_.key_tiles, ceil_div(p_.query_tiles, kTilesPerWord), &p_.tiles_by_key,
+                    &p_.tiles_by_key_plane))
+        return error();
     }
     if (config_.has_intervals) {
       if (!key_vector("start", next++, &p_.start) || !key_vector("end", next++, &p_.end)) return error();
@@ -100,10 +118,14 @@ class Parser {
       if (!mask_like("bias", next++, bias_type, T, S, &p_.bias)) return error();
     }
     if (backward) {
-      if (!array("out", *args_.get<ffi::AnyBuffer>(next++), type, {T, N, p_.Hv}, Heads::kSecond, &p_.out)) return error();
-      if (!array("lse", *args_.get<ffi::AnyBuffer>(next++), ffi::DataType::F32, {T, N}, Heads::kSecond, &p_.lse)) return error();
-      if (!array("dout", *args_.get<ffi::AnyBuffer>(next++), type, {T, N, p_.Hv}, Heads::kSecond, &p_.dout)) return error();
-      if (!array("dlse", *args_.get<ffi::AnyBuffer>(next++), ffi::DataType::F32, {T, N}, Heads::kSecond, &p_.dlse)) return error();
+      if (!array("out", *args_.get<ffi::AnyBuffer>(next++), type, {T, N, p_.Hv}, Heads::kSecond, &p_.out))
+        return error();
+      if (!array("lse", *args_.get<ffi::AnyBuffer>(next++), ffi::DataType::F32, {T, N}, Heads::kSecond, &p_.lse))
+        return error();
+      if (!array("dout", *args_.get<ffi::AnyBuffer>(next++), type, {T, N, p_.Hv}, Heads::kSecond, &p_.dout))
+        return error();
+      if (!array("dlse", *args_.get<ffi::AnyBuffer>(next++), ffi::DataType::F32, {T, N}, Heads::kSecond, &p_.dlse))
+        return error();
       if (!array("dq", result(0), type, {T, N, p_.H}, Heads::kSecond, &p_.dq, true)) return error();
       if (!array("dk", result(1), type, {S, K, p_.H}, Heads::kSecondShared, &p_.dk, true)) return error();
       if (!array("dv", result(2), type, {S, K, p_.Hv}, Heads::kSecondShared, &p_.dv, true)) return error();
@@ -117,14 +139,18 @@ class Parser {
       if (!array("lse", result(1), ffi::DataType::F32, {T, N}, Heads::kSecond, &p_.lse, true)) return error();
     }
     merge_batch_axes();
-    if (too_many_axes_) return fail("more than " + std::to_string(kMaxBatchDims) + " batch axes that cannot be merged; reshape them together");
+    if (too_many_axes_)
+      return fail("more than " + std::to_string(kMaxBatchDims) +
+                  " batch axes that cannot be merged; reshape them together");
     return p_;
   }
 
  private:
   enum class Heads { kSecond, kSecondShared };
 
-  ffi::Unexpected<ffi::Error> fail(const std::string& message) { return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kInvalidArgument, "jax_dma: " + message)); }
+  ffi::Unexpected<ffi::Error> fail(const std::string& message) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kInvalidArgument, "jax_dma: " + message));
+  }
   bool reject(const std::string& message) {
     rejected_ = message;
     return false;
@@ -147,7 +173,8 @@ class Parser {
     int64_t stride = entry;
     for (size_t axis = rank_; axis-- > 0;) {
       if (dims[axis] != full_[axis] && (dims[axis] != 1 || must_be_full))
-        return reject(std::string(name) + ": batch axis " + std::to_string(axis) + " must be " + std::to_string(full_[axis]) + (must_be_full ? "" : " or 1") + ", got " + shape_text(dims));
+        return reject(std::string(name) + ": batch axis " + std::to_string(axis) + " must be " +
+                      std::to_string(full_[axis]) + (must_be_full ? "" : " or 1") + ", got " + shape_text(dims));
       strides[axis] = dims[axis] == 1 ? 0 : stride;
       stride *= dims[axis];
     }
@@ -156,11 +183,13 @@ class Parser {
   }
 
   // [*batch, length, heads(, channels)]
-  bool array(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, std::vector<int64_t> expected, Heads heads, View* view, bool must_be_full = false) {
+  bool array(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, std::vector<int64_t> expected,
+             Heads heads, View* view, bool must_be_full = false) {
     const auto dims = buffer.dimensions();
     if (buffer.element_type() != type) return reject(std::string(name) + " has the wrong dtype");
     if (dims.size() != rank_ + expected.size() || !std::equal(expected.begin(), expected.end(), dims.begin() + rank_))
-      return reject(std::string(name) + " has shape " + shape_text(dims) + ", expected [*batch, ...] with trailing " + shape_text({expected.data(), expected.size()}));
+      return reject(std::string(name) + " has shape " + shape_text(dims) + ", expected [*batch, ...] with trailing " +
+                    shape_text({expected.data(), expected.size()}));
     const int64_t channels = expected.size() == 3 ? expected[2] : 1;
     view->data = buffer.untyped_data();
     view->col = 1, view->row = expected[1] * channels;
@@ -180,13 +209,16 @@ class Parser {
   }
 
   // [*batch, N|K|1, rows|1, cols|1]
-  bool mask_like_buffer(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t rows, int64_t cols, View* view) {
+  bool mask_like_buffer(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t rows, int64_t cols,
+                        View* view) {
     const auto dims = buffer.dimensions();
     if (buffer.element_type() != type) return reject(std::string(name) + " has the wrong dtype");
-    if (dims.size() != rank_ + 3) return reject(std::string(name) + " must have rank " + std::to_string(rank_ + 3) + ", got " + shape_text(dims));
+    if (dims.size() != rank_ + 3)
+      return reject(std::string(name) + " must have rank " + std::to_string(rank_ + 3) + ", got " + shape_text(dims));
     const int64_t heads = dims[rank_], r = dims[rank_ + 1], c = dims[rank_ + 2];
     if ((heads != 1 && heads != p_.K && heads != p_.N) || (r != 1 && r != rows) || (c != 1 && c != cols))
-      return reject(std::string(name) + " has shape " + shape_text(dims) + ", expected trailing [N|K|1, " + std::to_string(rows) + "|1, " + std::to_string(cols) + "|1]");
+      return reject(std::string(name) + " has shape " + shape_text(dims) + ", expected trailing [N|K|1, " +
+                    std::to_string(rows) + "|1, " + std::to_string(cols) + "|1]");
     view->data = buffer.untyped_data();
     view->col = c == 1 ? 0 : 1, view->row = r == 1 ? 0 : c;
     head_strides(heads, r * c, view);
@@ -197,8 +229,12 @@ class Parser {
     const ffi::AnyBuffer buffer = *args_.get<ffi::AnyBuffer>(index);
     const auto dims = buffer.dimensions();
     if (buffer.element_type() != ffi::DataType::U32) return reject(std::string(name) + " must be u32");
-    if (dims.size() != rank_ + 4 || (dims[rank_] != 1 && dims[rank_] != p_.K) || (dims[rank_ + 1] != 1 && dims[rank_ + 1] != tiles) || dims[rank_ + 2] != 2 || (dims[rank_ + 3] != 1 && dims[rank_ + 3] != words))
-      return reject(std::string(name) + " has shape " + shape_text(dims) + ", expected trailing [K|1, " + std::to_string(tiles) + "|1, 2, " + std::to_string(words) + "|1]; was the plan made for other shapes?");
+    if (dims.size() != rank_ + 4 || (dims[rank_] != 1 && dims[rank_] != p_.K) ||
+        (dims[rank_ + 1] != 1 && dims[rank_ + 1] != tiles) || dims[rank_ + 2] != 2 ||
+        (dims[rank_ + 3] != 1 && dims[rank_ + 3] != words))
+      return reject(std::string(name) + " has shape " + shape_text(dims) + ", expected trailing [K|1, " +
+                    std::to_string(tiles) + "|1, 2, " + std::to_string(words) +
+                    "|1]; was the plan made for other shapes?");
     const int64_t heads = dims[rank_], r = dims[rank_ + 1], w = dims[rank_ + 3];
     view->data = buffer.untyped_data();
     view->col = w == 1 ? 0 : 1, view->row = r == 1 ? 0 : 2 * w, *plane = w;
@@ -210,8 +246,10 @@ class Parser {
     const ffi::AnyBuffer buffer = *args_.get<ffi::AnyBuffer>(index);
     const auto dims = buffer.dimensions();
     if (buffer.element_type() != ffi::DataType::S32) return reject(std::string(name) + " must be s32");
-    if (dims.size() != rank_ + 2 || (dims[rank_] != 1 && dims[rank_] != p_.K && dims[rank_] != p_.N) || dims[rank_ + 1] != p_.S)
-      return reject(std::string(name) + " has shape " + shape_text(dims) + ", expected trailing [N|K|1, " + std::to_string(p_.S) + "]");
+    if (dims.size() != rank_ + 2 || (dims[rank_] != 1 && dims[rank_] != p_.K && dims[rank_] != p_.N) ||
+        dims[rank_ + 1] != p_.S)
+      return reject(std::string(name) + " has shape " + shape_text(dims) + ", expected trailing [N|K|1, " +
+                    std::to_string(p_.S) + "]");
     view->data = buffer.untyped_data();
     view->col = 1;
     head_strides(dims[rank_], p_.S, view);
@@ -222,8 +260,10 @@ class Parser {
     const ffi::AnyBuffer buffer = *args_.get<ffi::AnyBuffer>(index);
     const auto dims = buffer.dimensions();
     if (buffer.element_type() != ffi::DataType::S32) return reject(std::string(name) + " must be s32");
-    if (dims.size() != rank_ + 3 || (dims[rank_] != 1 && dims[rank_] != p_.K) || dims[rank_ + 1] != 4 || dims[rank_ + 2] != p_.key_tiles)
-      return reject(std::string(name) + " has shape " + shape_text(dims) + ", expected trailing [K|1, 4, " + std::to_string(p_.key_tiles) + "]");
+    if (dims.size() != rank_ + 3 || (dims[rank_] != 1 && dims[rank_] != p_.K) || dims[rank_ + 1] != 4 ||
+        dims[rank_ + 2] != p_.key_tiles)
+      return reject(std::string(name) + " has shape " + shape_text(dims) + ", expected trailing [K|1, 4, " +
+                    std::to_string(p_.key_tiles) + "]");
     view->data = buffer.untyped_data();
     view->col = 1, view->row = p_.key_tiles;
     view->kv = dims[rank_] == 1 ? 0 : 4 * p_.key_tiles;
@@ -263,14 +303,17 @@ class Parser {
   size_t rank_ = 0;
   std::vector<int64_t> full_, sizes_;
   std::vector<std::pair<View*, std::vector<int64_t>>> pending_;  // views into p_, to receive merged strides
-  std::string rejected_;  // why the last operand was not accepted
+  std::string rejected_;                                         // why the last operand was not accepted
   bool too_many_axes_ = false;
 };
 
 }  // namespace jax_dma
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    ::jax_dma::Config, ::xla::ffi::StructMember<int64_t>("has_bits"), ::xla::ffi::StructMember<int64_t>("has_intervals"),
-    ::xla::ffi::StructMember<int64_t>("has_bias"), ::xla::ffi::StructMember<int64_t>("causal"),
-    ::xla::ffi::StructMember<int64_t>("want_dbias"), ::xla::ffi::StructMember<int64_t>("deterministic"),
-    ::xla::ffi::StructMember<float>("scale"), ::xla::ffi::StructMember<float>("softcap"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_dma::Config, ::xla::ffi::StructMember<int64_t>("has_bits"),
+                                      ::xla::ffi::StructMember<int64_t>("has_intervals"),
+                                      ::xla::ffi::StructMember<int64_t>("has_bias"),
+                                      ::xla::ffi::StructMember<int64_t>("causal"),
+                                      ::xla::ffi::StructMember<int64_t>("want_dbias"),
+                                      ::xla::ffi::StructMember<int64_t>("deterministic"),
+                                      ::xla::ffi::StructMember<float>("scale"),
+                                      ::xla::ffi::StructMember<float>("softcap"));

@@ -18,10 +18,10 @@
 
 namespace jax_dma {
 
-constexpr int kKeyTile = 128;      // keys of a tile
-constexpr int kTileRows = 128;     // rows of a tile, at most
-constexpr int kTilesPerWord = 32;  // tiles described by one word of a tile bitmap
-constexpr int kMaxBatchDims = 6;   // after merging; jax_dma/op.py sends calls with more elsewhere
+constexpr int kKeyTile = 128;         // keys of a tile
+constexpr int kTileRows = 128;        // rows of a tile, at most
+constexpr int kTilesPerWord = 32;     // tiles described by one word of a tile bitmap
+constexpr int kMaxBatchDims = 6;      // after merging; jax_dma/op.py sends calls with more elsewhere
 constexpr float kHideBelow = -1e30f;  // a bias this low hides its position
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;

@@ -12,9 +12,10 @@ struct TileWord {
   uint32_t seen, full;
 };
 
-// Lane l judges the tile pair (query_tile, key_tile) it is given; the word is the warp's vote. `map` is the plan's word for
-// these tiles or null, `bounds` those of the intervals or null.
-__device__ inline TileWord vote(const Problem& p, int query_tile, int key_tile, int queries, const uint32_t* map, int64_t plane, const int32_t* bounds) {
+// Lane l judges the tile pair (query_tile, key_tile) it is given; the word is the warp's vote. `map` is the plan's word
+// for these tiles or null, `bounds` those of the intervals or null.
+__device__ inline TileWord vote(const Problem& p, int query_tile, int key_tile, int queries, const uint32_t* map,
+                                int64_t plane, const int32_t* bounds) {
   const int t0 = query_tile * queries, t1 = min(t0 + queries, static_cast<int>(p.T));
   bool seen = query_tile < static_cast<int>(p.query_tiles) && key_tile < static_cast<int>(p.key_tiles), full = seen;
   if (seen && p.causal) seen = key_tile * kKeyTile <= t1 - 1 + static_cast<int>(p.causal_offset());
@@ -32,15 +33,19 @@ __device__ inline TileWord vote(const Problem& p, int query_tile, int key_tile, 
 // Key tiles 32 * word ... as seen by a query tile, for `operands` as in BlockOperands.
 template <class Operands>
 __device__ TileWord key_tiles_word(const Problem& p, const Operands& operands, int query_tile, int word, int queries) {
-  const uint32_t* map = p.bits.present() ? operands.by_query + query_tile * p.tiles_by_query.row + word * p.tiles_by_query.col : nullptr;
-  return vote(p, query_tile, word * kTilesPerWord + threadIdx.x % 32, queries, map, p.tiles_by_query_plane, p.start.present() ? operands.bounds : nullptr);
+  const uint32_t* map =
+      p.bits.present() ? operands.by_query + query_tile * p.tiles_by_query.row + word * p.tiles_by_query.col : nullptr;
+  return vote(p, query_tile, word * kTilesPerWord + threadIdx.x % 32, queries, map, p.tiles_by_query_plane,
+              p.start.present() ? operands.bounds : nullptr);
 }
 
 // Query tiles 32 * word ... that see a key tile.
 template <class Operands>
 __device__ TileWord query_tiles_word(const Problem& p, const Operands& operands, int key_tile, int word, int queries) {
-  const uint32_t* map = p.bits.present() ? operands.by_key + key_tile * p.tiles_by_key.row + word * p.tiles_by_key.col : nullptr;
-  return vote(p, word * kTilesPerWord + threadIdx.x % 32, key_tile, queries, map, p.tiles_by_key_plane, p.start.present() ? operands.bounds : nullptr);
+  const uint32_t* map =
+      p.bits.present() ? operands.by_key + key_tile * p.tiles_by_key.row + word * p.tiles_by_key.col : nullptr;
+  return vote(p, word * kTilesPerWord + threadIdx.x % 32, key_tile, queries, map, p.tiles_by_key_plane,
+              p.start.present() ? operands.bounds : nullptr);
 }
 
 // Walks the live tiles of one row or column of the tile grid, in order, each split into kParts parts.

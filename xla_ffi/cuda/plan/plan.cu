@@ -34,10 +34,12 @@ __device__ __forceinline__ uint32_t sixteen_bits(const uint8_t* row, int64_t key
 template <bool kWhole>
 __global__ void __launch_bounds__(kThreads) jax_dma_plan(const PlanProblem p, int groups, int heads_of_group) {
   const int queries = queries_per_tile(p.G);
-  const int query_tiles = static_cast<int>(ceil_div(p.T, queries)), key_tiles = static_cast<int>(ceil_div(p.S, kKeyTile));
-  const int query_words = static_cast<int>(ceil_div(query_tiles, kTilesPerWord)), key_words = static_cast<int>(ceil_div(key_tiles, kTilesPerWord));
+  const int query_tiles = static_cast<int>(ceil_div(p.T, queries)),
+            key_tiles = static_cast<int>(ceil_div(p.S, kKeyTile));
+  const int query_words = static_cast<int>(ceil_div(query_tiles, kTilesPerWord)),
+            key_words = static_cast<int>(ceil_div(key_tiles, kTilesPerWord));
   const int tile = blockIdx.x % query_tiles;
-  const int64_t group = blockIdx.x / query_tiles;  // of [outer, K|1]
+  const int64_t group = blockIdx.x / query_tiles;                                   // of [outer, K|1]
   const int64_t head = group / groups * p.heads + group % groups * heads_of_group;  // the first one, of [outer, heads]
   const int64_t t0 = int64_t{tile} * queries;
   const int rows = static_cast<int>(min(p.T - t0, int64_t{queries}));
@@ -70,8 +72,10 @@ __global__ void __launch_bounds__(kThreads) jax_dma_plan(const PlanProblem p, in
     if (lane < kWarpTiles) {  // lane l speaks for key tile l of the chunk: lanes 8 l to 8 l + 7
       const int key_tile = chunk * kWarpTiles + lane;
       if (key_tile < key_tiles) {
-        const bool tile_seen = (seen_lanes >> (8 * lane)) & 0xff, tile_full = ((full_lanes >> (8 * lane)) & 0xff) == 0xff;
-        uint32_t* const by_key = p.tiles_by_key + (group * key_tiles + key_tile) * 2 * query_words + tile / kTilesPerWord;
+        const bool tile_seen = (seen_lanes >> (8 * lane)) & 0xff,
+                   tile_full = ((full_lanes >> (8 * lane)) & 0xff) == 0xff;
+        uint32_t* const by_key =
+            p.tiles_by_key + (group * key_tiles + key_tile) * 2 * query_words + tile / kTilesPerWord;
         if (tile_seen) {
           atomicOr(by_query + key_tile / kTilesPerWord, 1u << key_tile % kTilesPerWord);
           atomicOr(by_key, 1u << tile % kTilesPerWord);
@@ -97,10 +101,13 @@ cudaError_t launch(const PlanProblem& p, bool heads_are_grouped, cudaStream_t st
   if (blocks == 0 || p.S == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const int64_t by_key_words = p.outer * groups * key_tiles * 2 * ceil_div(query_tiles, kTilesPerWord);
-  if (cudaError_t error = cudaMemsetAsync(p.tiles_by_key, 0, by_key_words * sizeof(uint32_t), stream); error != cudaSuccess) return error;
+  if (cudaError_t error = cudaMemsetAsync(p.tiles_by_key, 0, by_key_words * sizeof(uint32_t), stream);
+      error != cudaSuccess)
+    return error;
   const bool whole = p.S % kLaneKeys == 0 && reinterpret_cast<uintptr_t>(p.mask) % kLaneKeys == 0;
   const auto kernel = whole ? jax_dma_plan<true> : jax_dma_plan<false>;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 2 * ceil_div(key_tiles, kTilesPerWord) * sizeof(uint32_t), stream>>>(p, groups, heads_of_group);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 2 * ceil_div(key_tiles, kTilesPerWord) * sizeof(uint32_t),
+           stream>>>(p, groups, heads_of_group);
   return cudaGetLastError();
 }
 

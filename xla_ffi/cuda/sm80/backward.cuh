@@ -4,7 +4,8 @@
 // heads of the group in each, and so owns dk, dv and its columns of dbias:
 //
 //   s = q k^T, p = exp2(logits - lse)       dp = dout v^T, ds = p (dp - delta)
-//   dv += p^T dout, dk += ds^T q            dq += ds k (f32, added in device memory), dbias = ds summed over what was broadcast
+//   dv += p^T dout, dk += ds^T q            dq += ds k (f32, added in device memory), dbias = ds summed over what was
+//   broadcast
 //
 // p and ds go through shared memory in 16 bits, so that warps can share the second products out differently.
 //
@@ -14,9 +15,10 @@
 //   128 small   64 x 64      1       8      32 + 32 + 16 = 80 KB
 //   256         32 x 64      2       8      64 + 64 + 8 = 136 KB
 //   256 small   32 x 32      1       4      32 + 32 + 8 = 72 KB
-// "small" is for devices with 99 KB a block (8.6, 8.9, 12.0). Where shared memory is left (9.0, 10.0), mask bits and bias of
-// the next tile are loaded with its q and dout, `ahead`; otherwise a bias tile is staged where p and ds will be, behind two
-// more barriers. dq is kept in fragment order, so that a warp's additions are contiguous; a kernel after this one puts it in order.
+// "small" is for devices with 99 KB a block (8.6, 8.9, 12.0). Where shared memory is left (9.0, 10.0), mask bits and
+// bias of the next tile are loaded with its q and dout, `ahead`; otherwise a bias tile is staged where p and ds will
+// be, behind two more barriers. dq is kept in fragment order, so that a warp's additions are contiguous; a kernel after
+// this one puts it in order.
 #pragma once
 
 #include "../live_tiles.cuh"
@@ -29,20 +31,26 @@ namespace jax_dma::sm80 {
 template <int kRows_, int kKeys_, int kStages_, int kWarps_, int kSM_, int kKM_, int kQM_, int kHeadDim>
 struct BackwardShapeOf {
   static constexpr int kRows = kRows_, kKeys = kKeys_, kStages = kStages_, kWarps = kWarps_, kThreads = 32 * kWarps_;
-  static constexpr int kSM = kSM_, kSN = kWarps / kSM_, kKM = kKM_, kKN = kWarps / kKM_, kQM = kQM_, kQN = kWarps / kQM_;
+  static constexpr int kSM = kSM_, kSN = kWarps / kSM_, kKM = kKM_, kKN = kWarps / kKM_, kQM = kQM_,
+                       kQN = kWarps / kQM_;
   static constexpr int kKVBytes = 2 * kKeys * kHeadDim, kQBytes = 2 * kRows * kHeadDim;
   static constexpr int kPBytes = 2 * kRows * (kKeys < 64 ? 64 : kKeys);
   static constexpr int kTileBytes = 2 * kKVBytes + 2 * kStages * kQBytes + 2 * kPBytes;
   static constexpr int kStatsBytes = 8 * kStages * kRows;  // lse and delta
   // After those: bias per key, mask bits, intervals.
-  __host__ __device__ static int key_bias_bytes(const Problem& p) { return p.bias.present() && p.bias.row == 0 && p.bias.group == 0 ? 4 * kKeys : 0; }
-  __host__ __device__ static int bits_bytes(const Problem& p) { return p.bits.present() ? MaskTile<kRows, kKeys>::kBytes : 0; }
+  __host__ __device__ static int key_bias_bytes(const Problem& p) {
+    return p.bias.present() && p.bias.row == 0 && p.bias.group == 0 ? 4 * kKeys : 0;
+  }
+  __host__ __device__ static int bits_bytes(const Problem& p) {
+    return p.bits.present() ? MaskTile<kRows, kKeys>::kBytes : 0;
+  }
   __host__ __device__ static int bias_tile_bytes(const Problem& p) {
     const int rows = p.bias.group != 0 ? kRows : queries_per_tile(p.G) * kRows / kTileRows;
     return p.bias.present() && key_bias_bytes(p) == 0 ? rows * kKeys * (p.bias_dtype == DType::kF32 ? 4 : 2) : 0;
   }
   static int shared_bytes(const Problem& p, bool ahead) {
-    return kTileBytes + kStatsBytes + key_bias_bytes(p) + IntervalTile<kKeys>::bytes(p) + bits_bytes(p) * (ahead ? 2 : 1) + (ahead ? 2 * bias_tile_bytes(p) : 0);
+    return kTileBytes + kStatsBytes + key_bias_bytes(p) + IntervalTile<kKeys>::bytes(p) +
+           bits_bytes(p) * (ahead ? 2 : 1) + (ahead ? 2 * bias_tile_bytes(p) : 0);
   }
 };
 template <int kHeadDim, bool kSmall>
@@ -111,9 +119,11 @@ struct DBiasWriter {
       } else {
         const auto packed = [&](auto element) {
           using Element = decltype(element);
-          return uint4{ptx::pack<Element>(value[0], value[1]), ptx::pack<Element>(value[2], value[3]), ptx::pack<Element>(value[4], value[5]), ptx::pack<Element>(value[6], value[7])};
+          return uint4{ptx::pack<Element>(value[0], value[1]), ptx::pack<Element>(value[2], value[3]),
+                       ptx::pack<Element>(value[4], value[5]), ptx::pack<Element>(value[6], value[7])};
         };
-        *reinterpret_cast<uint4*>(reinterpret_cast<uint16_t*>(direct) + index) = p.bias_dtype == DType::kBF16 ? packed(__nv_bfloat16()) : packed(__half());
+        *reinterpret_cast<uint4*>(reinterpret_cast<uint16_t*>(direct) + index) =
+            p.bias_dtype == DType::kBF16 ? packed(__nv_bfloat16()) : packed(__half());
       }
       return;
     }
@@ -138,7 +148,9 @@ struct DBiasWriter {
       for (int j = 0; j < summands; ++j) {
         uint32_t packed[4];
         const uint32_t address = chunk_address<kRows>(ds_tile, r * first + j * step, column / 8);
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(packed[0]), "=r"(packed[1]), "=r"(packed[2]), "=r"(packed[3]) : "r"(address));
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(packed[0]), "=r"(packed[1]), "=r"(packed[2]), "=r"(packed[3])
+                     : "r"(address));
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float2 pair = ptx::unpack<T>(packed[e]);
@@ -152,7 +164,8 @@ struct DBiasWriter {
   }
 
   // A bias that is the same for all keys: one thread sums a row, so that the order is fixed.
-  __device__ void write_row_sums(uint32_t ds_tile, int t0, int queries, int rows, int summands, int first, int step) const {
+  __device__ void write_row_sums(uint32_t ds_tile, int t0, int queries, int rows, int summands, int first,
+                                 int step) const {
     for (int r = threadIdx.x; r < rows; r += kThreads) {
       const int64_t t = t0 + (mode == DBias::kPerQuery ? r : mode == DBias::kPerRow ? table.query(r) : 0);
       if (t >= p.T) continue;
@@ -161,7 +174,9 @@ struct DBiasWriter {
       for (int j = 0; j < summands; ++j)
         for (int c = 0; c < kKeys; c += 2) {
           uint32_t packed;
-          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(packed) : "r"(chunk_address<kRows>(ds_tile, r * first + j * step, c / 8) + (c % 8) * 2));
+          asm volatile("ld.shared.u32 %0, [%1];"
+                       : "=r"(packed)
+                       : "r"(chunk_address<kRows>(ds_tile, r * first + j * step, c / 8) + (c % 8) * 2));
           const float2 pair = ptx::unpack<T>(packed);
           sum += pair.x + pair.y;
         }
@@ -178,7 +193,9 @@ struct DBiasWriter {
     for (int i = threadIdx.x; i < rows * kChunks; i += kThreads) {
       const int r = i / kChunks;
       const int64_t t = t0 + (mode == DBias::kPerQuery ? r : table.query(r));
-      if (t < p.T) put8(t * p.dbias.row + (mode == DBias::kPerQuery ? 0 : table.head(r)) * p.dbias.group, (i % kChunks) * 8, zeros);
+      if (t < p.T)
+        put8(t * p.dbias.row + (mode == DBias::kPerQuery ? 0 : table.head(r)) * p.dbias.group, (i % kChunks) * 8,
+             zeros);
     }
   }
 };
@@ -195,7 +212,8 @@ __device__ __forceinline__ void pack_fragments(uint32_t (&packed)[kM][kN][2], co
 
 // Stores a warp's fragments to a tile of 16-bit elements.
 template <int kRows, int kM, int kN>
-__device__ __forceinline__ void store_fragments(uint32_t tile, const uint32_t (&packed)[kM][kN][2], int row, int column) {
+__device__ __forceinline__ void store_fragments(uint32_t tile, const uint32_t (&packed)[kM][kN][2], int row,
+                                                int column) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
@@ -203,27 +221,31 @@ __device__ __forceinline__ void store_fragments(uint32_t tile, const uint32_t (&
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint32_t address = chunk_address<kRows>(tile, row + 16 * m + 8 * i + lane / 4, (column + 8 * n) / 8) + (lane % 4) * 4;
+        const uint32_t address =
+            chunk_address<kRows>(tile, row + 16 * m + 8 * i + lane / 4, (column + 8 * n) / 8) + (lane % 4) * 4;
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(packed[m][n][i]) : "memory");
       }
 }
 
 template <class T, int kHeadDim, bool kSmall, class MaskKind, class BiasKind>
 __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
-    jax_dma_sm80_backward(const __grid_constant__ Problem p, BackwardScratch scratch, DBias dbias_mode, bool bias_aligned, bool dbias_aligned, bool ahead) {
+    jax_dma_sm80_backward(const __grid_constant__ Problem p, BackwardScratch scratch, DBias dbias_mode,
+                          bool bias_aligned, bool dbias_aligned, bool ahead) {
   using Shape = BackwardShape<kHeadDim, kSmall>;
   constexpr Mask kMask = MaskKind::kind;
   constexpr Bias kBias = BiasKind::kind;
   constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kThreads = Shape::kThreads, kStages = Shape::kStages;
   constexpr int kQueryParts = kTileRows / kRows, kKeyParts = kKeyTile / kKeys;
   constexpr bool kLogits = kMask == Mask::kBits || kBias == Bias::kTile;  // something is loaded for each tile of logits
-  constexpr int kSM = kRows / (16 * Shape::kSM), kSN = kKeys / (8 * Shape::kSN);       // blocks of a warp's s and dp
-  constexpr int kKM = kKeys / (16 * Shape::kKM), kKN = kHeadDim / (8 * Shape::kKN);    // of its dk and dv
-  constexpr int kQM = kRows / (16 * Shape::kQM), kQN = kHeadDim / (8 * Shape::kQN);    // of its dq
+  constexpr int kSM = kRows / (16 * Shape::kSM), kSN = kKeys / (8 * Shape::kSN);     // blocks of a warp's s and dp
+  constexpr int kKM = kKeys / (16 * Shape::kKM), kKN = kHeadDim / (8 * Shape::kKN);  // of its dk and dv
+  constexpr int kQM = kRows / (16 * Shape::kQM), kQN = kHeadDim / (8 * Shape::kQN);  // of its dq
 
   extern __shared__ __align__(128) char shared[];
-  const uint32_t k_tile = ptx::shared_address(shared), v_tile = k_tile + Shape::kKVBytes, q_tiles = v_tile + Shape::kKVBytes;
-  const uint32_t dout_tiles = q_tiles + kStages * Shape::kQBytes, p_tile = dout_tiles + kStages * Shape::kQBytes, ds_tile = p_tile + Shape::kPBytes;
+  const uint32_t k_tile = ptx::shared_address(shared), v_tile = k_tile + Shape::kKVBytes,
+                 q_tiles = v_tile + Shape::kKVBytes;
+  const uint32_t dout_tiles = q_tiles + kStages * Shape::kQBytes, p_tile = dout_tiles + kStages * Shape::kQBytes,
+                 ds_tile = p_tile + Shape::kPBytes;
   float2* const stats = reinterpret_cast<float2*>(shared + Shape::kTileBytes);
   float* const key_bias = reinterpret_cast<float*>(stats + kStages * kRows);
   const uint32_t interval_tile = ptx::shared_address(key_bias) + (kBias == Bias::kKey ? Shape::key_bias_bytes(p) : 0);
@@ -231,13 +253,15 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
   const auto mask_tile = [&](int stage) { return mask_tiles + (ahead ? stage * Shape::bits_bytes(p) : 0); };
   const auto bias_tile = [&](int stage) {
     if (!ahead) return shared + Shape::kTileBytes - 2 * Shape::kPBytes;  // over p and ds
-    return shared + (mask_tiles - k_tile) + (kMask == Mask::kBits ? 2 * Shape::bits_bytes(p) : 0) + stage * Shape::bias_tile_bytes(p);
+    return shared + (mask_tiles - k_tile) + (kMask == Mask::kBits ? 2 * Shape::bits_bytes(p) : 0) +
+           stage * Shape::bias_tile_bytes(p);
   };
 
   const int tile_queries = queries_per_tile(p.G), queries = tile_queries / kQueryParts;
-  // The first keys of all heads first, because under a causal mask the most queries see them, and a long block that starts
-  // late is waited for.
-  const int part = scratch.first_part + blockIdx.x / scratch.heads, head = scratch.first_head + blockIdx.x % scratch.heads;
+  // The first keys of all heads first, because under a causal mask the most queries see them, and a long block that
+  // starts late is waited for.
+  const int part = scratch.first_part + blockIdx.x / scratch.heads,
+            head = scratch.first_head + blockIdx.x % scratch.heads;
   const int key = part * kKeys, key_tile = part / kKeyParts;
   __shared__ BlockOperands<T> operands;
   __shared__ RowTable<kRows> table;
@@ -246,7 +270,14 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
   __syncthreads();
   const bool dbias_tiles = kBias == Bias::kTile && dbias_mode != DBias::kNone;
   const auto dbias_writer = [&] {
-    return DBiasWriter<T, kRows, kKeys, kThreads>{p, table, dbias_mode, operands.dbias, scratch.dbias == nullptr ? nullptr : scratch.dbias + operands.dbias_offset, key, dbias_aligned};
+    return DBiasWriter<T, kRows, kKeys, kThreads>{
+        p,
+        table,
+        dbias_mode,
+        operands.dbias,
+        scratch.dbias == nullptr ? nullptr : scratch.dbias + operands.dbias_offset,
+        key,
+        dbias_aligned};
   };
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -257,20 +288,28 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
 
   const auto load_queries = [&](int tile, int stage) {
     const int t0 = tile * queries, rows = min(queries, static_cast<int>(p.T) - t0) * p.G;
-    load_query_rows<T, kRows, kHeadDim, kThreads>(q_tiles + stage * Shape::kQBytes, operands.q + t0 * p.q.row, p.q, table, rows, p.H);
-    load_query_rows<T, kRows, kHeadDim, kThreads>(dout_tiles + stage * Shape::kQBytes, operands.dout + t0 * p.dout.row, p.dout, table, rows, p.Hv);
+    load_query_rows<T, kRows, kHeadDim, kThreads>(q_tiles + stage * Shape::kQBytes, operands.q + t0 * p.q.row, p.q,
+                                                  table, rows, p.H);
+    load_query_rows<T, kRows, kHeadDim, kThreads>(dout_tiles + stage * Shape::kQBytes, operands.dout + t0 * p.dout.row,
+                                                  p.dout, table, rows, p.Hv);
     if (threadIdx.x < kRows / 2)
-      ptx::copy_async_16(ptx::shared_address(stats + stage * kRows + 2 * threadIdx.x), scratch.row_stats + head * scratch.rows + int64_t{tile} * kRows + 2 * threadIdx.x, 16);
+      ptx::copy_async_16(ptx::shared_address(stats + stage * kRows + 2 * threadIdx.x),
+                         scratch.row_stats + head * scratch.rows + int64_t{tile} * kRows + 2 * threadIdx.x, 16);
   };
   // Mask bits (unless the tile is full) and bias of a query tile.
   const auto load_logits = [&](int tile, int stage, bool full) {
-    if (kMask == Mask::kBits && p.bits.present() && !full) MaskTile<kRows, kKeys>::template load<kThreads>(mask_tile(stage), p, table, operands.bits, tile * queries, key, queries);
-    if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.template load<kRows, kKeys, kThreads>(bias_tile(stage), table, tile * queries, key, queries);
+    if (kMask == Mask::kBits && p.bits.present() && !full)
+      MaskTile<kRows, kKeys>::template load<kThreads>(mask_tile(stage), p, table, operands.bits, tile * queries, key,
+                                                      queries);
+    if constexpr (kBias == Bias::kTile)
+      BiasTile{p, operands.bias, bias_aligned}.template load<kRows, kKeys, kThreads>(bias_tile(stage), table,
+                                                                                     tile * queries, key, queries);
   };
 
   const auto next_tile = [&](LiveTiles<kQueryParts>& live) {
     return live.next(
-        static_cast<int>(p.query_tiles), [&](int word) { return query_tiles_word(p, operands, key_tile, word, tile_queries); },
+        static_cast<int>(p.query_tiles),
+        [&](int word) { return query_tiles_word(p, operands, key_tile, word, tile_queries); },
         [&](int tile) {
           const int t0 = tile * queries, t1 = min(t0 + queries, static_cast<int>(p.T));
           if (t0 >= static_cast<int>(p.T)) return false;
@@ -289,9 +328,12 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
   LiveTiles<kQueryParts> live;
   int tile = next_tile(live), stage = 0;
   if (tile >= 0) {
-    load_rows<T, kKeys, kHeadDim, kThreads>(k_tile, operands.k + key * p.k.row, p.k.row, static_cast<int>(p.S) - key, p.H);
-    load_rows<T, kKeys, kHeadDim, kThreads>(v_tile, operands.v + key * p.v.row, p.v.row, static_cast<int>(p.S) - key, p.Hv);
-    if (kMask != Mask::kNone && p.start.present()) IntervalTile<kKeys>::template load<kThreads>(interval_tile, p, operands.start, operands.end, key);
+    load_rows<T, kKeys, kHeadDim, kThreads>(k_tile, operands.k + key * p.k.row, p.k.row, static_cast<int>(p.S) - key,
+                                            p.H);
+    load_rows<T, kKeys, kHeadDim, kThreads>(v_tile, operands.v + key * p.v.row, p.v.row, static_cast<int>(p.S) - key,
+                                            p.Hv);
+    if (kMask != Mask::kNone && p.start.present())
+      IntervalTile<kKeys>::template load<kThreads>(interval_tile, p, operands.start, operands.end, key);
     if constexpr (kBias == Bias::kKey) load_key_bias<kKeys, kThreads>(key_bias, p, operands.bias, key);
     load_queries(tile, 0);
     if (kLogits && ahead) load_logits(tile, 0, live.tile_full);
@@ -314,7 +356,9 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
       if (kLogits && ahead) load_logits(tile, stage ^ 1, live.tile_full);
       ptx::copy_async_commit();
     }
-    if (kBias == Bias::kTile && !ahead && tile >= 0) BiasTile{p, operands.bias, bias_aligned}.template prefetch<kRows, kKeys, kThreads>(table, tile * queries, key, queries);
+    if (kBias == Bias::kTile && !ahead && tile >= 0)
+      BiasTile{p, operands.bias, bias_aligned}.template prefetch<kRows, kKeys, kThreads>(table, tile * queries, key,
+                                                                                         queries);
 
     // Rows that see nothing or are padding, and rows of very large logits, need care that others are spared.
     bool special = false;
@@ -325,7 +369,10 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
       for (int i = threadIdx.x; i < kRows * (kHeadDim / 8); i += kThreads) {
         const int r = i / (kHeadDim / 8);
         if (row_stat[r].x == INFINITY)
-          asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(chunk_address<kRows>(dout_tile, r, i % (kHeadDim / 8))), "r"(0) : "memory");
+          asm volatile(
+              "st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(chunk_address<kRows>(dout_tile, r, i % (kHeadDim / 8))),
+              "r"(0)
+              : "memory");
       }
       __syncthreads();
     }
@@ -341,7 +388,8 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
       __syncthreads();  // bits and bias are there
     }
     if constexpr (kBias == Bias::kTile) {
-      BiasTile{p, operands.bias, bias_aligned}.template add<T, kKeys>(x, bias_tile(stage), rows, s_column, queries, factor);
+      BiasTile{p, operands.bias, bias_aligned}.template add<T, kKeys>(x, bias_tile(stage), rows, s_column, queries,
+                                                                      factor);
       if (!ahead) __syncthreads();  // p and ds go where bias was
     } else if constexpr (kBias == Bias::kKey) {
       add_key_bias(x, key_bias, s_column, factor);
@@ -349,15 +397,18 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
       scale_by(x, factor);  // so that -inf stays -inf below
     }
     if (kMask != Mask::kNone && !tile_full) {
-      if (kMask == Mask::kBits && p.bits.present()) MaskTile<kRows, kKeys>::hide(x, mask_tile(stage), p, rows, queries, s_column);
+      if (kMask == Mask::kBits && p.bits.present())
+        MaskTile<kRows, kKeys>::hide(x, mask_tile(stage), p, rows, queries, s_column);
       if (p.start.present()) IntervalTile<kKeys>::hide(x, interval_tile, p, rows, t0, s_column);
     }
-    if (key + kKeys > static_cast<int>(p.S) || (p.causal && key + kKeys - 1 > t0 + static_cast<int>(p.causal_offset()))) hide_by_position(x, p, rows, t0, key + s_column);
+    if (key + kKeys > static_cast<int>(p.S) || (p.causal && key + kKeys - 1 > t0 + static_cast<int>(p.causal_offset())))
+      hide_by_position(x, p, rows, t0, key + s_column);
     if (special) {
 #pragma unroll
       for (int i = 0; i < 2 * kSM; ++i) {
         const float lse = row_stat[rows.row(i)].x;
-        const bool blank = lse == INFINITY;  // in a padded row x may be NaN: it meets biases that are hidden from all others
+        const bool blank =
+            lse == INFINITY;  // in a padded row x may be NaN: it meets biases that are hidden from all others
         const bool large = kBias != Bias::kNone && fabsf(lse) > kLarge;
 #pragma unroll
         for (int n = 0; n < kSN; ++n)
@@ -450,9 +501,11 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
 #pragma unroll
         for (int n = 0; n < kQN; ++n) {
           float* const at = target + ((m * kQN + n) * kThreads + threadIdx.x) * 4;
-          const float(&y)[4] = part_dq[m][n];
+          const float (&y)[4] = part_dq[m][n];
 #if __CUDA_ARCH__ >= 900
-          asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]) : "memory");
+          asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(y[0]), "f"(y[1]),
+                       "f"(y[2]), "f"(y[3])
+                       : "memory");
 #else
 #pragma unroll
           for (int i = 0; i < 4; ++i) ptx::reduce_add(at + i, y[i]);
@@ -485,8 +538,11 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
     for (int n = 0; n < kKN; ++n) {
       const int c = k_column + 8 * n + 2 * (lane % 4);
       const int e = 2 * (i % 2);
-      if (c < p.H) *reinterpret_cast<uint32_t*>(dk_out + s * p.dk.row + c) = ptx::pack<T>(dk[i / 2][n][e] * p.scale, dk[i / 2][n][e + 1] * p.scale);
-      if (c < p.Hv) *reinterpret_cast<uint32_t*>(dv_out + s * p.dv.row + c) = ptx::pack<T>(dv[i / 2][n][e], dv[i / 2][n][e + 1]);
+      if (c < p.H)
+        *reinterpret_cast<uint32_t*>(dk_out + s * p.dk.row + c) =
+            ptx::pack<T>(dk[i / 2][n][e] * p.scale, dk[i / 2][n][e + 1] * p.scale);
+      if (c < p.Hv)
+        *reinterpret_cast<uint32_t*>(dv_out + s * p.dv.row + c) = ptx::pack<T>(dv[i / 2][n][e], dv[i / 2][n][e + 1]);
     }
   }
 
@@ -525,7 +581,8 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
     const int end_tile = static_cast<int>(ceil_div(p.T, queries));
     while (next < end_tile) {
       const int visited = next_tile(again);
-      for (const int stop = visited < 0 ? end_tile : visited; next < stop; ++next) dbias_writer().clear(next * queries, queries);
+      for (const int stop = visited < 0 ? end_tile : visited; next < stop; ++next)
+        dbias_writer().clear(next * queries, queries);
       ++next;
     }
   }
@@ -533,12 +590,14 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
 
 // Per row, in tile order: log-sum-exp and delta = <out, dout> - dlse. One warp a row.
 template <class T>
-__global__ void jax_dma_sm80_row_stats(const __grid_constant__ Problem p, float2* stats, int64_t rows, int tile_rows, int queries) {
+__global__ void jax_dma_sm80_row_stats(const __grid_constant__ Problem p, float2* stats, int64_t rows, int tile_rows,
+                                       int queries) {
   const int64_t index = blockIdx.x * int64_t{blockDim.x / 32} + threadIdx.x / 32;
   if (index >= p.B * p.K * rows) return;
   const int64_t head = index / rows, kv_head = head % p.K, batch = head / p.K;
   const int64_t tile = (index % rows) / tile_rows;
-  const int row = static_cast<int>((index % rows) % tile_rows), query = row / p.G, g = row % p.G, lane = threadIdx.x % 32;
+  const int row = static_cast<int>((index % rows) % tile_rows), query = row / p.G, g = row % p.G,
+            lane = threadIdx.x % 32;
   const int64_t t = tile * queries + query;
   float2 result{INFINITY, 0.0f};
   if (query < queries && t < p.T) {
@@ -548,11 +607,13 @@ __global__ void jax_dma_sm80_row_stats(const __grid_constant__ Problem p, float2
       const T* dout = static_cast<const T*>(p.dout.data) + offset_of(p, p.dout, batch, kv_head, g) + t * p.dout.row;
       float sum = 0.0f;
       for (int c = 2 * lane; c < p.Hv; c += 64) {
-        const float2 a = ptx::unpack<T>(*reinterpret_cast<const uint32_t*>(out + c)), b = ptx::unpack<T>(*reinterpret_cast<const uint32_t*>(dout + c));
+        const float2 a = ptx::unpack<T>(*reinterpret_cast<const uint32_t*>(out + c)),
+                     b = ptx::unpack<T>(*reinterpret_cast<const uint32_t*>(dout + c));
         sum += a.x * b.x + a.y * b.y;
       }
       for (int mask = 16; mask > 0; mask >>= 1) sum += __shfl_xor_sync(~0u, sum, mask);
-      const float dlse = static_cast<const float*>(p.dlse.data)[offset_of(p, p.dlse, batch, kv_head, g) + t * p.dlse.row];
+      const float dlse =
+          static_cast<const float*>(p.dlse.data)[offset_of(p, p.dlse, batch, kv_head, g) + t * p.dlse.row];
       result = make_float2(lse, sum - dlse);
     }
   }
@@ -561,9 +622,11 @@ __global__ void jax_dma_sm80_row_stats(const __grid_constant__ Problem p, float2
 
 // dq from fragment order to its own, times scale. One thread per four values.
 template <class T, int kHeadDim, bool kSmall>
-__global__ void jax_dma_sm80_reorder_dq(const __grid_constant__ Problem p, const float4* dq, int64_t rows, int queries) {
+__global__ void jax_dma_sm80_reorder_dq(const __grid_constant__ Problem p, const float4* dq, int64_t rows,
+                                        int queries) {
   using Shape = BackwardShape<kHeadDim, kSmall>;
-  constexpr int kQM = Shape::kRows / (16 * Shape::kQM), kQN = kHeadDim / (8 * Shape::kQN), kQuads = Shape::kRows * kHeadDim / 4;
+  constexpr int kQM = Shape::kRows / (16 * Shape::kQM), kQN = kHeadDim / (8 * Shape::kQN),
+                kQuads = Shape::kRows * kHeadDim / 4;
   const int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   const int64_t tiles = rows / Shape::kRows;
   if (index >= p.B * p.K * tiles * kQuads) return;
@@ -581,7 +644,8 @@ __global__ void jax_dma_sm80_reorder_dq(const __grid_constant__ Problem p, const
     const int64_t t = tile * queries + query;
     if (query >= queries || t >= p.T) continue;
     T* target = static_cast<T*>(p.dq.data) + offset_of(p, p.dq, batch, kv_head, g) + t * p.dq.row + column;
-    *reinterpret_cast<uint32_t*>(target) = i == 0 ? ptx::pack<T>(value.x * p.scale, value.y * p.scale) : ptx::pack<T>(value.z * p.scale, value.w * p.scale);
+    *reinterpret_cast<uint32_t*>(target) = i == 0 ? ptx::pack<T>(value.x * p.scale, value.y * p.scale)
+                                                  : ptx::pack<T>(value.z * p.scale, value.w * p.scale);
   }
 }
 

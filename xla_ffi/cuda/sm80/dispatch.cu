@@ -24,11 +24,14 @@ cudaError_t dispatch(const Problem& p, const Run& run) {
 }  // namespace
 
 cudaError_t forward(const Problem& p, cudaStream_t stream) {
-  return dispatch(p, [&](auto element, auto head_dim) { return launch_forward<decltype(element), head_dim()>(p, stream); });
+  return dispatch(
+      p, [&](auto element, auto head_dim) { return launch_forward<decltype(element), head_dim()>(p, stream); });
 }
 
 cudaError_t backward(const Problem& p, const BackwardBuffers& buffers, cudaStream_t stream) {
-  return dispatch(p, [&](auto element, auto head_dim) { return launch_backward<decltype(element), head_dim()>(p, buffers, stream); });
+  return dispatch(p, [&](auto element, auto head_dim) {
+    return launch_backward<decltype(element), head_dim()>(p, buffers, stream);
+  });
 }
 
 }  // namespace jax_dma::sm80

@@ -1,15 +1,15 @@
 // Forward attention with mma.sync and cp.async, for compute capability 8.0 and newer.
 //
-// One block of 4 warps per (tile of kM rows, key/value head, batch entry). The rows are queries x heads of the group, so
-// keys, mask and bias are read once for all G heads. Warps share out the rows; each keeps its part of the output in
+// One block of 4 warps per (tile of kM rows, key/value head, batch entry). The rows are queries x heads of the group,
+// so keys, mask and bias are read once for all G heads. Warps share out the rows; each keeps its part of the output in
 // registers and runs the softmax on its own.
 //
 //   head dim   rows x keys   rows a warp   shared memory: q + k + v
 //   64         128 x 64      32            16 + 8 + 8 = 32 KB
 //   128        128 x 64      32            32 + 16 + 16 = 64 KB
 //   256        64 x 32       16            32 + 16 + 16 = 64 KB
-// plus a bias tile of rows x keys where bias varies over queries (16 KB in 16 bits, 32 KB in f32 at most; 96 KB in all).
-// 32 rows a warp halve the shared-memory reads per product against 16, which is what bounds the 16-row shape; two
+// plus a bias tile of rows x keys where bias varies over queries (16 KB in 16 bits, 32 KB in f32 at most; 96 KB in
+// all). 32 rows a warp halve the shared-memory reads per product against 16, which is what bounds the 16-row shape; two
 // blocks an SM overlap the softmax of one with the products of the other.
 //
 // Keys are loaded while the previous tile's softmax and p v run, values while q k^T runs: one buffer each.
@@ -29,9 +29,13 @@ struct ForwardShape {
   static constexpr int kM = kRows / (16 * kWarps);  // row blocks of a warp
   static constexpr int kTileBytes = 2 * kHeadDim * (kRows + 2 * kKeys);
   // After q, k and v: mask bits, intervals, bias.
-  __host__ __device__ static int bits_bytes(const Problem& p) { return p.bits.present() ? MaskTile<kRows, kKeys>::kBytes : 0; }
+  __host__ __device__ static int bits_bytes(const Problem& p) {
+    return p.bits.present() ? MaskTile<kRows, kKeys>::kBytes : 0;
+  }
   static int shared_bytes(const Problem& p, Bias bias) {
-    const int bias_bytes = bias == Bias::kNone ? 0 : bias == Bias::kKey ? 4 * kKeys : kRows * kKeys * (p.bias_dtype == DType::kF32 ? 4 : 2);
+    const int bias_bytes = bias == Bias::kNone  ? 0
+                           : bias == Bias::kKey ? 4 * kKeys
+                                                : kRows * kKeys * (p.bias_dtype == DType::kF32 ? 4 : 2);
     return kTileBytes + bits_bytes(p) + IntervalTile<kKeys>::bytes(p) + bias_bytes;
   }
 };
@@ -46,22 +50,27 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
   constexpr int kS = kKeys / 8, kO = kHeadDim / 8;  // column blocks of logits and output
   constexpr int kQueryParts = kTileRows / kRows, kKeyParts = kKeyTile / kKeys;
 
-  // Rescaling rarely costs a branch, which without masks and bias costs more than it saves (1.69 against 1.68 ms and, with
-  // them, 2.50 against 2.61 ms at N32 K8 T8192 H128 on an H200).
+  // Rescaling rarely costs a branch, which without masks and bias costs more than it saves (1.69 against 1.68 ms and,
+  // with them, 2.50 against 2.61 ms at N32 K8 T8192 H128 on an H200).
   constexpr bool kRareRescale = kMask != Mask::kNone || kBias != Bias::kNone;
   constexpr float kSlack = kRareRescale ? 8.0f : 0.0f;
 
   extern __shared__ __align__(128) char shared[];
-  const uint32_t q_tile = ptx::shared_address(shared), k_tile = q_tile + 2 * kHeadDim * kRows, v_tile = k_tile + 2 * kHeadDim * kKeys;
-  const int mask_bytes = kMask == Mask::kNone ? 0 : (kMask == Mask::kBits ? Shape::bits_bytes(p) : 0) + IntervalTile<kKeys>::bytes(p);
-  const uint32_t mask_tile = q_tile + Shape::kTileBytes, interval_tile = mask_tile + (kMask == Mask::kBits ? Shape::bits_bytes(p) : 0);
+  const uint32_t q_tile = ptx::shared_address(shared), k_tile = q_tile + 2 * kHeadDim * kRows,
+                 v_tile = k_tile + 2 * kHeadDim * kKeys;
+  const int mask_bytes =
+      kMask == Mask::kNone ? 0 : (kMask == Mask::kBits ? Shape::bits_bytes(p) : 0) + IntervalTile<kKeys>::bytes(p);
+  const uint32_t mask_tile = q_tile + Shape::kTileBytes,
+                 interval_tile = mask_tile + (kMask == Mask::kBits ? Shape::bits_bytes(p) : 0);
   char* const bias_tile = shared + Shape::kTileBytes + mask_bytes;
 
-  // Which tile: the last queries of all heads first, because under a causal mask they see the most keys, and a long block
-  // that starts late is waited for.
+  // Which tile: the last queries of all heads first, because under a causal mask they see the most keys, and a long
+  // block that starts late is waited for.
   const int tile_queries = queries_per_tile(p.G), queries = tile_queries / kQueryParts;
-  const int tiles = static_cast<int>(ceil_div(p.T, queries)), heads = static_cast<int>(gridDim.x) / tiles, head = blockIdx.x % heads;
-  const int t0 = (tiles - 1 - static_cast<int>(blockIdx.x) / heads) * queries, t1 = min(t0 + queries, static_cast<int>(p.T));
+  const int tiles = static_cast<int>(ceil_div(p.T, queries)), heads = static_cast<int>(gridDim.x) / tiles,
+            head = blockIdx.x % heads;
+  const int t0 = (tiles - 1 - static_cast<int>(blockIdx.x) / heads) * queries,
+            t1 = min(t0 + queries, static_cast<int>(p.T));
   __shared__ BlockOperands<T> operands;
   __shared__ RowTable<kRows> table;
   if (threadIdx.x == 0) operands.fill(p, head / p.K, head % p.K);
@@ -74,11 +83,16 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
   LiveTiles<kKeyParts> live;
   const auto next_part = [&] {
     return live.next(
-        static_cast<int>(p.key_tiles), [&](int word) { return key_tiles_word(p, operands, t0 / tile_queries, word, tile_queries); },
-        [&](int part) { return part * kKeys < static_cast<int>(p.S) && (!p.causal || part * kKeys <= t1 - 1 + static_cast<int>(p.causal_offset())); });
+        static_cast<int>(p.key_tiles),
+        [&](int word) { return key_tiles_word(p, operands, t0 / tile_queries, word, tile_queries); },
+        [&](int part) {
+          return part * kKeys < static_cast<int>(p.S) &&
+                 (!p.causal || part * kKeys <= t1 - 1 + static_cast<int>(p.causal_offset()));
+        });
   };
   const auto load_keys = [&](uint32_t target, const T* base, const View& view, int channels, int key) {
-    load_rows<T, kKeys, kHeadDim, kThreads>(target, base + key * view.row, view.row, static_cast<int>(p.S) - key, channels);
+    load_rows<T, kKeys, kHeadDim, kThreads>(target, base + key * view.row, view.row, static_cast<int>(p.S) - key,
+                                            channels);
   };
 
   float o[kM][kO][4];
@@ -101,10 +115,15 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
     const bool tile_full = live.tile_full;
     ptx::copy_async_wait<0>();
     __syncthreads();  // q and k are there, and nobody reads v or bias of the previous tile any more
-    if (kMask != Mask::kNone && p.start.present() && !tile_full) IntervalTile<kKeys>::template load<kThreads>(interval_tile, p, operands.start, operands.end, key);
-    if (kMask == Mask::kBits && p.bits.present() && !tile_full) MaskTile<kRows, kKeys>::template load<kThreads>(mask_tile, p, table, operands.bits, t0, key, queries);
-    if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.template load<kRows, kKeys, kThreads>(bias_tile, table, t0, key, queries);
-    if constexpr (kBias == Bias::kKey) load_key_bias<kKeys, kThreads>(reinterpret_cast<float*>(bias_tile), p, operands.bias, key);
+    if (kMask != Mask::kNone && p.start.present() && !tile_full)
+      IntervalTile<kKeys>::template load<kThreads>(interval_tile, p, operands.start, operands.end, key);
+    if (kMask == Mask::kBits && p.bits.present() && !tile_full)
+      MaskTile<kRows, kKeys>::template load<kThreads>(mask_tile, p, table, operands.bits, t0, key, queries);
+    if constexpr (kBias == Bias::kTile)
+      BiasTile{p, operands.bias, bias_aligned}.template load<kRows, kKeys, kThreads>(bias_tile, table, t0, key,
+                                                                                     queries);
+    if constexpr (kBias == Bias::kKey)
+      load_key_bias<kKeys, kThreads>(reinterpret_cast<float*>(bias_tile), p, operands.bias, key);
     load_keys(v_tile, operands.v, p.v, p.Hv, key);
     ptx::copy_async_commit();
 
@@ -118,23 +137,28 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
     if (part >= 0) {
       load_keys(k_tile, operands.k, p.k, p.H, part * kKeys);
       ptx::copy_async_commit();
-      if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.template prefetch<kRows, kKeys, kThreads>(table, t0, part * kKeys, queries);
+      if constexpr (kBias == Bias::kTile)
+        BiasTile{p, operands.bias, bias_aligned}.template prefetch<kRows, kKeys, kThreads>(table, t0, part * kKeys,
+                                                                                           queries);
     }
 
     // Logits, in natural units where there is a cap or a bias; otherwise scaling is left to the exponential.
     float factor = p.scale;
     if (p.softcap != 0.0f) soft_cap(x, p.scale, p.softcap), factor = 1.0f;
-    if constexpr (kBias == Bias::kTile) BiasTile{p, operands.bias, bias_aligned}.template add<T, kKeys>(x, bias_tile, rows, 0, queries, factor);
+    if constexpr (kBias == Bias::kTile)
+      BiasTile{p, operands.bias, bias_aligned}.template add<T, kKeys>(x, bias_tile, rows, 0, queries, factor);
     else if constexpr (kBias == Bias::kKey) add_key_bias(x, reinterpret_cast<const float*>(bias_tile), 0, factor);
     else if (factor <= 0.0f) scale_by(x, factor);  // so that the largest product is the largest logit
     if (kMask != Mask::kNone && !tile_full) {
       if (kMask == Mask::kBits && p.bits.present()) MaskTile<kRows, kKeys>::hide(x, mask_tile, p, rows, queries, 0);
       if (p.start.present()) IntervalTile<kKeys>::hide(x, interval_tile, p, rows, t0, 0);
     }
-    if (key + kKeys > static_cast<int>(p.S) || (p.causal && key + kKeys - 1 > t0 + static_cast<int>(p.causal_offset()))) hide_by_position(x, p, rows, t0, key);
+    if (key + kKeys > static_cast<int>(p.S) || (p.causal && key + kKeys - 1 > t0 + static_cast<int>(p.causal_offset())))
+      hide_by_position(x, p, rows, t0, key);
 
-    // Online softmax. A row's logits are spread over the four lanes of a quad. The reference m that is subtracted from them
-    // moves only when a logit is 2^kSlack above it: any m gives the same result, and the output is hardly ever rescaled.
+    // Online softmax. A row's logits are spread over the four lanes of a quad. The reference m that is subtracted from
+    // them moves only when a logit is 2^kSlack above it: any m gives the same result, and the output is hardly ever
+    // rescaled.
     float rescale[2 * kM];
     bool moved = false;
 #pragma unroll
@@ -200,11 +224,12 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
 #pragma unroll
         for (int r = 0; r < kM; ++r) {
           a[r][0] = ptx::pack<T>(x[r][n][0], x[r][n][1]), a[r][1] = ptx::pack<T>(x[r][n][2], x[r][n][3]);
-          a[r][2] = ptx::pack<T>(x[r][n + 1][0], x[r][n + 1][1]), a[r][3] = ptx::pack<T>(x[r][n + 1][2], x[r][n + 1][3]);
+          a[r][2] = ptx::pack<T>(x[r][n + 1][0], x[r][n + 1][1]),
+          a[r][3] = ptx::pack<T>(x[r][n + 1][2], x[r][n + 1][3]);
         }
       }
       load(step + kAhead);
-      const uint32_t(&v)[4] = b[step % kBuffers];
+      const uint32_t (&v)[4] = b[step % kBuffers];
 #pragma unroll
       for (int r = 0; r < kM; ++r) ptx::mma<T>(o[r][c], a[r], v[0], v[1]), ptx::mma<T>(o[r][c + 1], a[r], v[2], v[3]);
     }
@@ -225,9 +250,13 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
 #pragma unroll
     for (int n = 0; n < kO; ++n) {
       const int c = 8 * n + 2 * (lane % 4);
-      if (c < p.Hv) *reinterpret_cast<uint32_t*>(target + c) = ptx::pack<T>(o[i / 2][n][2 * (i % 2)] * inverse, o[i / 2][n][2 * (i % 2) + 1] * inverse);
+      if (c < p.Hv)
+        *reinterpret_cast<uint32_t*>(target + c) =
+            ptx::pack<T>(o[i / 2][n][2 * (i % 2)] * inverse, o[i / 2][n][2 * (i % 2) + 1] * inverse);
     }
-    if (lane % 4 == 0) lse[t * p.lse.row + rows.head(i) * p.lse.group] = total == 0.0f ? -INFINITY : m[i] * (scaled_late ? p.scale : 1.0f) + logf(total);
+    if (lane % 4 == 0)
+      lse[t * p.lse.row + rows.head(i) * p.lse.group] =
+          total == 0.0f ? -INFINITY : m[i] * (scaled_late ? p.scale : 1.0f) + logf(total);
   }
 }
 

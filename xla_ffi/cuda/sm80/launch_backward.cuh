@@ -23,17 +23,27 @@ template <class T, int kHeadDim, bool kSmall>
 cudaError_t launch_backward_shape(const Problem& p, const BackwardBuffers& buffers, bool ahead, cudaStream_t stream) {
   using Shape = BackwardShape<kHeadDim, kSmall>;
   const int queries = queries_per_tile(p.G) * Shape::kRows / kTileRows;
-  BackwardScratch scratch{reinterpret_cast<float2*>(buffers.row_stats), buffers.dq, buffers.turn, buffers.dbias, ceil_div(p.T, queries) * Shape::kRows, 0, 0, 0};
+  BackwardScratch scratch{reinterpret_cast<float2*>(buffers.row_stats),
+                          buffers.dq,
+                          buffers.turn,
+                          buffers.dbias,
+                          ceil_div(p.T, queries) * Shape::kRows,
+                          0,
+                          0,
+                          0};
   const int64_t rows = p.B * p.K * scratch.rows;
   constexpr int kThreads = 256;
   cudaError_t error = cudaSuccess;
   if (rows > 0) {
     error = cudaMemsetAsync(buffers.dq, 0, rows * kHeadDim * sizeof(float), stream);
-    if (error == cudaSuccess && p.deterministic) error = cudaMemsetAsync(buffers.turn, 0, rows / Shape::kRows * sizeof(int), stream);
+    if (error == cudaSuccess && p.deterministic)
+      error = cudaMemsetAsync(buffers.turn, 0, rows / Shape::kRows * sizeof(int), stream);
     if (error == cudaSuccess)
-      error = launch(jax_dma_sm80_row_stats<T>, ceil_div(rows, kThreads / 32), kThreads, 0, stream, p, scratch.row_stats, scratch.rows, Shape::kRows, queries);
+      error = launch(jax_dma_sm80_row_stats<T>, ceil_div(rows, kThreads / 32), kThreads, 0, stream, p,
+                     scratch.row_stats, scratch.rows, Shape::kRows, queries);
   }
-  if (error == cudaSuccess && buffers.dbias != nullptr) error = cudaMemsetAsync(buffers.dbias, 0, buffers.dbias_elements * sizeof(float), stream);
+  if (error == cudaSuccess && buffers.dbias != nullptr)
+    error = cudaMemsetAsync(buffers.dbias, 0, buffers.dbias_elements * sizeof(float), stream);
 
   // Blocks that add to one element of dbias are launched one after another where the order of additions must be fixed.
   const int parts = static_cast<int>(ceil_div(p.S, Shape::kKeys)), heads = static_cast<int>(p.B * p.K);
@@ -41,16 +51,21 @@ cudaError_t launch_backward_shape(const Problem& p, const BackwardBuffers& buffe
   scratch.heads = in_order ? 1 : heads;
   const int parts_per_launch = in_order && p.dbias.col == 0 ? 1 : parts;
   for (scratch.first_head = 0; scratch.first_head < heads; scratch.first_head += scratch.heads)
-    for (scratch.first_part = 0; scratch.first_part < parts && error == cudaSuccess; scratch.first_part += parts_per_launch)
+    for (scratch.first_part = 0; scratch.first_part < parts && error == cudaSuccess;
+         scratch.first_part += parts_per_launch)
       error = with_kinds(p, [&](auto mask, auto bias) {
-        using MaskKind = std::conditional_t<kSmall, dense_mask, decltype(mask)>;  // small shapes are compiled once for all masks
-        return launch(jax_dma_sm80_backward<T, kHeadDim, kSmall, MaskKind, decltype(bias)>, int64_t{parts_per_launch} * scratch.heads, Shape::kThreads, Shape::shared_bytes(p, ahead), stream, p,
-                      scratch, dbias_mode_of(p), bias_is_aligned(p, p.bias), bias_is_aligned(p, p.dbias), ahead);
+        using MaskKind =
+            std::conditional_t<kSmall, dense_mask, decltype(mask)>;  // small shapes are compiled once for all masks
+        return launch(jax_dma_sm80_backward<T, kHeadDim, kSmall, MaskKind, decltype(bias)>,
+                      int64_t{parts_per_launch} * scratch.heads, Shape::kThreads, Shape::shared_bytes(p, ahead), stream,
+                      p, scratch, dbias_mode_of(p), bias_is_aligned(p, p.bias), bias_is_aligned(p, p.dbias), ahead);
       });
   if (error == cudaSuccess && rows > 0)
-    error = launch(jax_dma_sm80_reorder_dq<T, kHeadDim, kSmall>, ceil_div(rows * (kHeadDim / 4), kThreads), kThreads, 0, stream, p, reinterpret_cast<const float4*>(buffers.dq), scratch.rows, queries);
+    error = launch(jax_dma_sm80_reorder_dq<T, kHeadDim, kSmall>, ceil_div(rows * (kHeadDim / 4), kThreads), kThreads, 0,
+                   stream, p, reinterpret_cast<const float4*>(buffers.dq), scratch.rows, queries);
   if (error == cudaSuccess && buffers.dbias_elements > 0)
-    error = launch(jax_dma_sm80_round_dbias<T>, ceil_div(buffers.dbias_elements, kThreads), kThreads, 0, stream, static_cast<const float*>(buffers.dbias), p.dbias.data, buffers.dbias_elements, p.bias_dtype);
+    error = launch(jax_dma_sm80_round_dbias<T>, ceil_div(buffers.dbias_elements, kThreads), kThreads, 0, stream,
+                   static_cast<const float*>(buffers.dbias), p.dbias.data, buffers.dbias_elements, p.bias_dtype);
   return error;
 }
 
@@ -64,9 +79,12 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
   shared = 99 * 1024;
 #endif
   using Shape = BackwardShape<kHeadDim, false>;
-  const auto fits = [&](int bytes) { return bytes + static_cast<int>(sizeof(BlockOperands<T>) + sizeof(RowTable<Shape::kRows>)) <= shared; };
+  const auto fits = [&](int bytes) {
+    return bytes + static_cast<int>(sizeof(BlockOperands<T>) + sizeof(RowTable<Shape::kRows>)) <= shared;
+  };
   if (fits(Shape::shared_bytes(p, true))) return launch_backward_shape<T, kHeadDim, false>(p, buffers, true, stream);
-  if (kHeadDim == 64 || fits(Shape::shared_bytes(p, false))) return launch_backward_shape<T, kHeadDim, false>(p, buffers, false, stream);
+  if (kHeadDim == 64 || fits(Shape::shared_bytes(p, false)))
+    return launch_backward_shape<T, kHeadDim, false>(p, buffers, false, stream);
   return launch_backward_shape<T, kHeadDim, kHeadDim != 64>(p, buffers, false, stream);
 }
 

@@ -13,7 +13,11 @@ namespace jax_dma::sm80 {
 // Calls `run` with the mask and bias kinds of a problem, as the types in logits.cuh.
 template <class Run>
 cudaError_t with_kinds(const Problem& p, const Run& run) {
-  const auto with_mask = [&](auto bias) { return p.bits.present() ? run(dense_mask(), bias) : p.start.present() ? run(interval_mask(), bias) : run(no_mask(), bias); };
+  const auto with_mask = [&](auto bias) {
+    return p.bits.present()    ? run(dense_mask(), bias)
+           : p.start.present() ? run(interval_mask(), bias)
+                               : run(no_mask(), bias);
+  };
   if (!p.bias.present()) return with_mask(no_bias());
   if (p.bias.row == 0 && p.bias.group == 0) return with_mask(key_bias());
   return with_mask(tile_bias());
@@ -28,7 +32,8 @@ inline bool bias_is_aligned(const Problem& p, const View& view) {
 }
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared, cudaStream_t stream, Arguments... arguments) {
+cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared, cudaStream_t stream,
+                   Arguments... arguments) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   if (shared > 40 * 1024) {  // with the static part, above what a block gets without asking

@@ -21,13 +21,26 @@ enum class Bias {
   kTile,  // anything else: a tile in shared memory, in bias's dtype
 };
 
-// The kinds as types, so that a profile shows kernels by name: jax_dma_sm80_forward<__nv_bfloat16, 128, dense_mask, key_bias>.
-struct no_mask { static constexpr Mask kind = Mask::kNone; };
-struct interval_mask { static constexpr Mask kind = Mask::kIntervals; };
-struct dense_mask { static constexpr Mask kind = Mask::kBits; };
-struct no_bias { static constexpr Bias kind = Bias::kNone; };
-struct key_bias { static constexpr Bias kind = Bias::kKey; };
-struct tile_bias { static constexpr Bias kind = Bias::kTile; };
+// The kinds as types, so that a profile shows kernels by name: jax_dma_sm80_forward<__nv_bfloat16, 128, dense_mask,
+// key_bias>.
+struct no_mask {
+  static constexpr Mask kind = Mask::kNone;
+};
+struct interval_mask {
+  static constexpr Mask kind = Mask::kIntervals;
+};
+struct dense_mask {
+  static constexpr Mask kind = Mask::kBits;
+};
+struct no_bias {
+  static constexpr Bias kind = Bias::kNone;
+};
+struct key_bias {
+  static constexpr Bias kind = Bias::kKey;
+};
+struct tile_bias {
+  static constexpr Bias kind = Bias::kTile;
+};
 
 // Beyond this a logit times log2(e) is rounded too coarsely, or overflows, to be subtracted after the multiplication.
 constexpr float kLarge = 1 << 20;
@@ -55,14 +68,15 @@ struct ThreadRows {
   const RowTable<kRows>& table;
   int first;
 
-  __device__ ThreadRows(const RowTable<kRows>& table, int first_row) : table(table), first(first_row + (threadIdx.x % 32) / 4) {}
+  __device__ ThreadRows(const RowTable<kRows>& table, int first_row)
+      : table(table), first(first_row + (threadIdx.x % 32) / 4) {}
   __device__ int row(int i) const { return first + 8 * i; }
   __device__ int query(int i) const { return table.query(row(i)); }
   __device__ int head(int i) const { return table.head(row(i)); }
 };
 
-// Where the operands of a block's (batch entry, key/value head) begin. Kept in shared memory: they are needed once a tile,
-// and registers are short.
+// Where the operands of a block's (batch entry, key/value head) begin. Kept in shared memory: they are needed once a
+// tile, and registers are short.
 template <class T>
 struct BlockOperands {
   const T *q, *k, *v, *dout;
@@ -79,7 +93,8 @@ struct BlockOperands {
     bits = static_cast<const uint32_t*>(p.bits.data) + at(p.bits);
     by_query = static_cast<const uint32_t*>(p.tiles_by_query.data) + at(p.tiles_by_query);
     by_key = static_cast<const uint32_t*>(p.tiles_by_key.data) + at(p.tiles_by_key);
-    start = static_cast<const int32_t*>(p.start.data) + at(p.start), end = static_cast<const int32_t*>(p.end.data) + at(p.end);
+    start = static_cast<const int32_t*>(p.start.data) + at(p.start),
+    end = static_cast<const int32_t*>(p.end.data) + at(p.end);
     bounds = static_cast<const int32_t*>(p.bounds.data) + at(p.bounds);
     const int bytes = bias_bytes(p);
     bias = static_cast<const char*>(p.bias.data) + at(p.bias) * bytes;
@@ -95,25 +110,29 @@ struct MaskTile {
   static constexpr int kRowBytes = kKeys / 8, kBytes = kRows * kRowBytes, kWords = kKeys / 32;
 
   template <int kThreads>
-  __device__ static void load(uint32_t tile, const Problem& p, const RowTable<kRows>& table, const uint32_t* bits, int t0, int key, int queries) {
+  __device__ static void load(uint32_t tile, const Problem& p, const RowTable<kRows>& table, const uint32_t* bits,
+                              int t0, int key, int queries) {
     const bool per_head = p.bits.group != 0;
     const int rows = per_head ? kRows : queries;
     for (int r = threadIdx.x; r < rows; r += kThreads) {
       const int query = per_head ? table.query(r) : r, head = per_head ? table.head(r) : 0;
       const bool inside = query < queries && t0 + query < static_cast<int>(p.T);
-      const uint32_t* source = inside ? bits + (t0 + query) * p.bits.row + head * p.bits.group + (key / 32) * p.bits.col : bits;
+      const uint32_t* source =
+          inside ? bits + (t0 + query) * p.bits.row + head * p.bits.group + (key / 32) * p.bits.col : bits;
       if (p.bits.col != 0) {
         ptx::copy_async<kRowBytes>(tile + r * kRowBytes, source, inside);
       } else {  // one word stands for all keys
         const uint32_t word = inside ? *source : 0;
-        for (int w = 0; w < kWords; ++w) asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + r * kRowBytes + 4 * w), "r"(word) : "memory");
+        for (int w = 0; w < kWords; ++w)
+          asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + r * kRowBytes + 4 * w), "r"(word) : "memory");
       }
     }
   }
 
   // x = -inf where the bits are 0, for a warp whose columns begin at `column`.
   template <int kM, int kN>
-  __device__ static void hide(float (&x)[kM][kN][4], uint32_t tile, const Problem& p, const ThreadRows<kRows>& rows, int queries, int column) {
+  __device__ static void hide(float (&x)[kM][kN][4], uint32_t tile, const Problem& p, const ThreadRows<kRows>& rows,
+                              int queries, int column) {
     static_assert(kN == 8 || kN <= 4);
     const bool per_head = p.bits.group != 0;
     const int first_bit = column % 32 + 2 * (threadIdx.x % 4);
@@ -122,7 +141,8 @@ struct MaskTile {
       const int query = rows.query(i);
       const uint32_t row = tile + (per_head ? rows.row(i) : query < queries ? query : 0) * kRowBytes + column / 32 * 4;
       uint32_t words[2];
-      if constexpr (kN == 8) asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(row));
+      if constexpr (kN == 8)
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(row));
       else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(row));
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
@@ -140,7 +160,9 @@ struct MaskTile {
 // Key intervals of a tile in shared memory: (start, end) of kKeys keys, or of kKeys keys for each head of the group.
 template <int kKeys>
 struct IntervalTile {
-  __host__ __device__ static int bytes(const Problem& p) { return !p.start.present() ? 0 : 8 * kKeys * (p.start.group != 0 ? p.G : 1); }
+  __host__ __device__ static int bytes(const Problem& p) {
+    return !p.start.present() ? 0 : 8 * kKeys * (p.start.group != 0 ? p.G : 1);
+  }
 
   template <int kThreads>
   __device__ static void load(uint32_t tile, const Problem& p, const int32_t* start, const int32_t* end, int key) {
@@ -156,7 +178,8 @@ struct IntervalTile {
 
   // x = -inf where t is outside [start, end), for a warp whose columns begin at `column`.
   template <int kM, int kN, int kRows>
-  __device__ static void hide(float (&x)[kM][kN][4], uint32_t tile, const Problem& p, const ThreadRows<kRows>& rows, int t0, int column) {
+  __device__ static void hide(float (&x)[kM][kN][4], uint32_t tile, const Problem& p, const ThreadRows<kRows>& rows,
+                              int t0, int column) {
     tile += 8 * (column + 2 * (threadIdx.x % 4));
     if (p.start.group == 0) {
       int t[2 * kM];
@@ -182,7 +205,9 @@ struct IntervalTile {
  private:
   __device__ static int4 read(uint32_t address) {
     int4 pair;
-    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(pair.x), "=r"(pair.y), "=r"(pair.z), "=r"(pair.w) : "r"(address));
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pair.x), "=r"(pair.y), "=r"(pair.z), "=r"(pair.w)
+                 : "r"(address));
     return pair;
   }
   __device__ static void hide_pair(float* x, int4 pair, int t) {
@@ -193,7 +218,8 @@ struct IntervalTile {
 
 // x = -inf past S and, under the causal rule, past the query.
 template <int kM, int kN, int kRows>
-__device__ __forceinline__ void hide_by_position(float (&x)[kM][kN][4], const Problem& p, const ThreadRows<kRows>& rows, int t0, int key) {
+__device__ __forceinline__ void hide_by_position(float (&x)[kM][kN][4], const Problem& p, const ThreadRows<kRows>& rows,
+                                                 int t0, int key) {
   const int columns = static_cast<int>(p.S) - key, offset = static_cast<int>(p.causal_offset()) + t0 - key + 1;
 #pragma unroll
   for (int i = 0; i < 2 * kM; ++i) {
@@ -271,7 +297,8 @@ struct BiasTile {
       } else {
 #pragma unroll 1
         for (int e = 0; e < kPerChunk; ++e)
-          reinterpret_cast<Element*>(target)[e] = e < valid ? reinterpret_cast<const Element*>(source)[e * p.bias.col] : Element{};
+          reinterpret_cast<Element*>(target)[e] =
+              e < valid ? reinterpret_cast<const Element*>(source)[e * p.bias.col] : Element{};
       }
     }
   }
@@ -293,23 +320,32 @@ struct BiasTile {
 
   // x = x * factor + bias, for a warp whose columns begin at `column`.
   template <class T, int kColumns, int kM, int kN, int kRows>
-  __device__ void add(float (&x)[kM][kN][4], const char* tile, const ThreadRows<kRows>& rows, int column, int queries, float factor) const {
+  __device__ void add(float (&x)[kM][kN][4], const char* tile, const ThreadRows<kRows>& rows, int column, int queries,
+                      float factor) const {
     using Other = std::conditional_t<std::is_same_v<T, __half>, __nv_bfloat16, __half>;
     const DType same = std::is_same_v<T, __half> ? DType::kF16 : DType::kBF16;
-    if (p.bias_dtype == same) add_elements<uint32_t, kColumns>(x, tile, rows, column, queries, factor, [](uint32_t pair) { return ptx::unpack<T>(pair); });
-    else if (p.bias_dtype == DType::kF32) add_elements<float2, kColumns>(x, tile, rows, column, queries, factor, [](float2 pair) { return pair; });
-    else add_elements<uint32_t, kColumns>(x, tile, rows, column, queries, factor, [](uint32_t pair) { return ptx::unpack<Other>(pair); });
+    if (p.bias_dtype == same)
+      add_elements<uint32_t, kColumns>(x, tile, rows, column, queries, factor,
+                                       [](uint32_t pair) { return ptx::unpack<T>(pair); });
+    else if (p.bias_dtype == DType::kF32)
+      add_elements<float2, kColumns>(x, tile, rows, column, queries, factor, [](float2 pair) { return pair; });
+    else
+      add_elements<uint32_t, kColumns>(x, tile, rows, column, queries, factor,
+                                       [](uint32_t pair) { return ptx::unpack<Other>(pair); });
   }
   // A row is read whole before it is used, so that the latencies of shared memory overlap.
   template <class Pair, int kColumns, int kM, int kN, int kRows, class Unpack>
-  __device__ void add_elements(float (&x)[kM][kN][4], const char* tile, const ThreadRows<kRows>& rows, int column, int queries, float factor, const Unpack& unpack) const {
+  __device__ void add_elements(float (&x)[kM][kN][4], const char* tile, const ThreadRows<kRows>& rows, int column,
+                               int queries, float factor, const Unpack& unpack) const {
     const bool per_head = this->per_head();
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const int r = per_head ? rows.row(i) : (rows.query(i) < queries ? rows.query(i) : 0);
       Pair pairs[kN];
 #pragma unroll
-      for (int n = 0; n < kN; ++n) pairs[n] = *reinterpret_cast<const Pair*>(tile + bias_offset<kColumns>(r, column + 8 * n + 2 * (threadIdx.x % 4), sizeof(Pair) / 2));
+      for (int n = 0; n < kN; ++n)
+        pairs[n] = *reinterpret_cast<const Pair*>(
+            tile + bias_offset<kColumns>(r, column + 8 * n + 2 * (threadIdx.x % 4), sizeof(Pair) / 2));
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         const float2 b = unpack(pairs[n]);

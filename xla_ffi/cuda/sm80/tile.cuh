@@ -1,7 +1,7 @@
 // Tiles in shared memory: layout, asynchronous loads, and the products between them.
 //
-// A tile of R rows and C channels of 16-bit elements is stored as C / 64 panels of [R][64], 128 bytes a row; the 16-byte
-// chunk c of row r lies at chunk c ^ (r % 8), so that the eight rows of an ldmatrix touch all banks.
+// A tile of R rows and C channels of 16-bit elements is stored as C / 64 panels of [R][64], 128 bytes a row; the
+// 16-byte chunk c of row r lies at chunk c ^ (r % 8), so that the eight rows of an ldmatrix touch all banks.
 #pragma once
 
 #include "../../common/problem.h"
@@ -23,13 +23,14 @@ struct ThreadLoad {
   __device__ static int chunk() { return threadIdx.x % kChunks; }
   __device__ static int row(int pass) { return pass * kRowsPerPass + threadIdx.x / kChunks; }
   __device__ static uint32_t target(uint32_t tile, int pass) {
-    if constexpr (kRowsPerPass % 8 == 0) return chunk_address<kRows>(tile, threadIdx.x / kChunks, chunk()) + pass * kRowsPerPass * 128;
+    if constexpr (kRowsPerPass % 8 == 0)
+      return chunk_address<kRows>(tile, threadIdx.x / kChunks, chunk()) + pass * kRowsPerPass * 128;
     else return chunk_address<kRows>(tile, row(pass), chunk());
   }
 };
 
-// Loads the first `rows` (at most kRows) of consecutive rows; rows and channels beyond (channels: a multiple of 8) are zeros.
-// An address outside the array is formed there, but not read.
+// Loads the first `rows` (at most kRows) of consecutive rows; rows and channels beyond (channels: a multiple of 8) are
+// zeros. An address outside the array is formed there, but not read.
 template <class T, int kRows, int kChannels, int kThreads>
 __device__ __forceinline__ void load_rows(uint32_t tile, const T* base, int64_t stride, int rows, int channels) {
   using Load = ThreadLoad<kRows, kChannels, kThreads>;
@@ -44,7 +45,8 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const T* base, int64_t 
 
 // The same for the rows of a query tile (see RowTable), of which the first `rows` hold something.
 template <class T, int kRows, int kChannels, int kThreads, class Table>
-__device__ __forceinline__ void load_query_rows(uint32_t tile, const T* base, const View& view, const Table& table, int rows, int channels) {
+__device__ __forceinline__ void load_query_rows(uint32_t tile, const T* base, const View& view, const Table& table,
+                                                int rows, int channels) {
   using Load = ThreadLoad<kRows, kChannels, kThreads>;
   const int row_stride = static_cast<int>(view.row), head_stride = static_cast<int>(view.group);
   if (Load::chunk() * 8 >= channels) rows = 0;
@@ -52,14 +54,16 @@ __device__ __forceinline__ void load_query_rows(uint32_t tile, const T* base, co
 #pragma unroll
   for (int pass = 0; pass < Load::kPasses; ++pass) {
     const int row = Load::row(pass);
-    ptx::copy_async_16(Load::target(tile, pass), base + table.query(row) * row_stride + table.head(row) * head_stride, row < rows ? 16 : 0);
+    ptx::copy_async_16(Load::target(tile, pass), base + table.query(row) * row_stride + table.head(row) * head_stride,
+                       row < rows ? 16 : 0);
   }
 }
 
-// Where a warp reads matrix operands from a tile. Each lane keeps the address of its row of the first 8x8 matrices; other
-// blocks are an exclusive or (chunks within a panel) and a constant away, because blocks start at even chunks.
+// Where a warp reads matrix operands from a tile. Each lane keeps the address of its row of the first 8x8 matrices;
+// other blocks are an exclusive or (chunks within a panel) and a constant away, because blocks start at even chunks.
 //
-// kTransposed says that the tile is stored the other way round: [k][row] for A [row x k], [k][column] for B [k x column].
+// kTransposed says that the tile is stored the other way round: [k][row] for A [row x k], [k][column] for B [k x
+// column].
 template <int kRows>
 struct OperandA {  // 16 x 16 blocks
   uint32_t base;
@@ -68,9 +72,9 @@ struct OperandA {  // 16 x 16 blocks
   __device__ static OperandA at(uint32_t tile, int row) {
     const int lane = threadIdx.x % 32;
     if constexpr (kTransposed)
-      return {tile + (row / 64) * (kRows * 128) + (lane % 8 + (lane / 16) * 8) * 128 + (((row / 8) % 8) ^ ((lane / 8) % 2) ^ (lane % 8)) * 16};
-    else
-      return {tile + (row + lane % 16) * 128 + ((lane / 16) ^ (lane % 8)) * 16};
+      return {tile + (row / 64) * (kRows * 128) + (lane % 8 + (lane / 16) * 8) * 128 +
+              (((row / 8) % 8) ^ ((lane / 8) % 2) ^ (lane % 8)) * 16};
+    else return {tile + (row + lane % 16) * 128 + ((lane / 16) ^ (lane % 8)) * 16};
   }
   // The block 16 * m rows further, at k.
   template <bool kTransposed>
@@ -88,21 +92,22 @@ struct OperandB {  // two neighbouring 16 x 8 blocks
   __device__ static OperandB at(uint32_t tile, int column) {
     const int lane = threadIdx.x % 32;
     if constexpr (kTransposed)
-      return {tile + (column / 64) * (kRows * 128) + (lane % 16) * 128 + (((column / 8) % 8) ^ (lane / 16) ^ (lane % 8)) * 16};
-    else
-      return {tile + (column + lane % 8 + (lane / 16) * 8) * 128 + (((lane / 8) % 2) ^ (lane % 8)) * 16};
+      return {tile + (column / 64) * (kRows * 128) + (lane % 16) * 128 +
+              (((column / 8) % 8) ^ (lane / 16) ^ (lane % 8)) * 16};
+    else return {tile + (column + lane % 8 + (lane / 16) * 8) * 128 + (((lane / 8) % 2) ^ (lane % 8)) * 16};
   }
   // The blocks 8 * n columns further (n even), at k.
   template <bool kTransposed>
   __device__ void load(uint32_t (&b)[4], int n, int k) const {
-    if constexpr (kTransposed) ptx::load_matrix_transposed(b, (base ^ (n % 8 * 16)) + (n / 8) * (kRows * 128) + k * 128);
+    if constexpr (kTransposed)
+      ptx::load_matrix_transposed(b, (base ^ (n % 8 * 16)) + (n / 8) * (kRows * 128) + k * 128);
     else ptx::load_matrix(b, (base ^ ((k / 8) % 8 * 16)) + (k / 64) * (kRows * 128) + n * (8 * 128));
   }
 };
 
-// c [16 kM x 8 kN] += A [.. x kK] B [kK x ..] for one warp: its rows begin at `row`, its columns at `column`, multiples of
-// 16 kM and 8 kN. kARows and kBRows are the row counts of the stored tiles. Operands are read ahead of their use (by more
-// steps where a step is shorter): with two warps a scheduler nothing else hides the latency of shared memory.
+// c [16 kM x 8 kN] += A [.. x kK] B [kK x ..] for one warp: its rows begin at `row`, its columns at `column`, multiples
+// of 16 kM and 8 kN. kARows and kBRows are the row counts of the stored tiles. Operands are read ahead of their use (by
+// more steps where a step is shorter): with two warps a scheduler nothing else hides the latency of shared memory.
 template <class T, int kM, int kN, int kK, int kARows, int kBRows, bool kATransposed, bool kBTransposed>
 __device__ __forceinline__ void multiply(float (&c)[kM][kN][4], uint32_t a_tile, uint32_t b_tile, int row, int column) {
   constexpr int kPairs = kN / 2, kSteps = kK / 16 * kPairs;  // a step is one k block by one pair of column blocks
