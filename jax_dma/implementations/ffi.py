@@ -32,7 +32,8 @@ def refuse_newer(built, runtime):
     if built[0] != runtime[0] or built[1] > runtime[1]:
         return (
             f"its kernels were built for XLA FFI {built[0]}.{built[1]}, but the installed jaxlib "
-            f"{jax.lib.__version__} speaks {runtime[0]}.{runtime[1]}; reinstall jax_dma so that it is built against this jaxlib (or upgrade jaxlib)"
+            f"{jax.lib.__version__} speaks {runtime[0]}.{runtime[1]}; reinstall jax_dma so that it is built against "
+            "this jaxlib (or upgrade jaxlib)"
         )
     return None
 
