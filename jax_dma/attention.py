@@ -39,7 +39,8 @@ def attention(
 
     A position is hidden where ``mask`` is False, where ``bias <= -1e30`` (so -inf and the finfo.min of bfloat16 and
     float32 hide), and under ``is_causal`` where ``s > t + (S - T)``: the last query sees every key. What bias holds at
-    a hidden position reaches no result and no gradient. A query that sees no key gets out 0, lse -inf and zero gradients.
+    a hidden position reaches no result and no gradient. A query that sees no key gets out 0, lse -inf and zero
+    gradients.
 
     Any number of leading batch axes may stand in the place of B (also none). Memory is O(T + S) beside the arrays given
     and returned, forward and backward.
