@@ -1,0 +1,3 @@
+#include "launch_forward.cuh"
+
+template cudaError_t jax_dma::sm90::launch_forward<__nv_bfloat16, 128>(const jax_dma::Problem&, cudaStream_t);
