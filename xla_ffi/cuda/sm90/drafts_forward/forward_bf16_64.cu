@@ -1,3 +1,0 @@
-#include "launch_forward.cuh"
-
-template cudaError_t jax_dma::sm90::launch_forward<__nv_bfloat16, 64>(const jax_dma::Problem&, cudaStream_t);
