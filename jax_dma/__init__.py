@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from jax_dma import masks
 from jax_dma.attention import attention, available_implementations, status
+from jax_dma.dot_product import dot_product_attention
 from jax_dma.masks import KeyIntervals
 from jax_dma.plan import MaskPlan, plan
 
@@ -12,4 +13,7 @@ try:
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
 
-__all__ = ["KeyIntervals", "MaskPlan", "attention", "available_implementations", "masks", "plan", "status"]
+__all__ = [
+    "KeyIntervals", "MaskPlan", "attention", "available_implementations", "dot_product_attention", "masks", "plan",
+    "status",
+]  # fmt: skip

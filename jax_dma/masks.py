@@ -125,20 +125,73 @@ def lengths(key_lengths, query_length, key_length):
     return KeyIntervals(jnp.zeros_like(end), end)
 
 
+def prefix(prefix_lengths, query_length, key_length):
+    """Prefix language model: both directions within the prefix, causal after it.
+
+    A query sees key ``s`` if ``s < prefix_lengths[b]`` or ``s <= t + (S - T)``.
+
+    Args:
+      prefix_lengths: integers ``[*batch]``, how many keys of each example are its prefix.
+      query_length: T.
+      key_length: S.
+
+    Returns:
+      KeyIntervals of shape ``[*batch, 1, S]``. Not to be combined with ``is_causal=True``: that hides what the
+      prefix opens.
+    """
+    T, S = _length("query_length", query_length), _length("key_length", key_length)
+    prefix_lengths = _integers("prefix_lengths", prefix_lengths)
+    s = jnp.arange(S, dtype=jnp.int32).reshape((1,) * (prefix_lengths.ndim + 1) + (S,))
+    start = jnp.where(s < prefix_lengths[..., None, None], 0, jnp.clip(s - (S - T), 0, T))
+    return KeyIntervals(start, jnp.full_like(start, T))
+
+
+def block_causal(block_size, query_length, key_length):
+    """Causal from block to block: a query sees every key of its own block and of those before it.
+
+    Blocks hold ``block_size`` positions, counted from key 0; the query at key position ``p = t + (S - T)`` is in
+    the block of p, and one before key 0 sees nothing.
+
+    Args:
+      block_size: at least 1; 1 is the causal rule.
+      query_length: T.
+      key_length: S.
+
+    Returns:
+      KeyIntervals of shape ``[1, 1, S]``. Not to be combined with ``is_causal=True``, which hides what a block opens.
+    """
+    block = _length("block_size", block_size, minimum=1)
+    T, S = _length("query_length", query_length), _length("key_length", key_length)
+    block = min(block, max(S, 1))  # the same blocks, and int32 holds it
+    s = jnp.arange(S, dtype=jnp.int32)
+    start = jnp.clip(s - s % block - (S - T), 0, T)
+    return KeyIntervals(start[None, None], jnp.full((1, 1, S), T, jnp.int32))
+
+
 def segments(segment_ids, query_length=None):
     """Packed sequences: a query sees the keys of its own run of equal ids.
 
     The same id in two separate runs is two segments. An id below 0 is padding: such keys are seen by nobody, and
     queries at such positions see nothing.
 
+    Called as ``segments(query_ids, key_ids)``, queries and keys have their own ids, and a run of queries sees the run
+    of keys with the same id. An id that has several runs is matched run by run from the last one backwards, so that
+    each key is always seen by one run of queries. Where *all* queries and keys of equal id should see each other, but
+    do not stand side by side, no intervals exist: pass the dense mask
+    ``(query_ids[..., :, None] == key_ids[..., None, :])[..., None, :, :]``.
+
     Args:
-      segment_ids: integers ``[*batch, S]``, one per key.
-      query_length: T, default S. The queries are the last T positions.
+      segment_ids: integers ``[*batch, S]``, one per key; or ``[*batch, T]``, one per query, if key ids follow.
+      query_length: T, default S. The queries are the last T positions. Or the ids of the keys, ``[*batch, S]``.
 
     Returns:
-      KeyIntervals of shape ``[*batch, 1, S]``. Combine with ``is_causal=True`` for packed causal training.
+      KeyIntervals of shape ``[*batch, 1, S]``. Combine with ``is_causal=True`` for packed causal training with one
+      array of ids; with two, the causal rule goes by positions in the whole array, not within a segment.
     """
     segment_ids = _integers("segment_ids", segment_ids)
+    if getattr(query_length, "ndim", 0) > 0 or isinstance(query_length, (list, tuple)):
+        start, end = _segments_of_pairs(segment_ids, _integers("key_ids", query_length))
+        return KeyIntervals(start[..., None, :], end[..., None, :])
     S = segment_ids.shape[-1]
     T = S if query_length is None else _length("query_length", query_length)
     first, last = _runs(segment_ids)
@@ -146,6 +199,37 @@ def segments(segment_ids, query_length=None):
     padding = segment_ids < 0
     start, end = jnp.where(padding, _NEVER, start), jnp.where(padding, _NEVER, end)
     return KeyIntervals(start[..., None, :], end[..., None, :])
+
+
+@functools.partial(jnp.vectorize, signature="(t),(s)->(s),(s)")
+def _segments_of_pairs(query_ids, key_ids):
+    """Which queries see each key, [start, end), by one sort of all ids: O((S + T) log(S + T)) time."""
+    T, S = query_ids.shape[0], key_ids.shape[0]
+    ids = jnp.concatenate([query_ids, key_ids])
+    number = jnp.concatenate([_number_from_last(query_ids), _number_from_last(key_ids)])
+    element = jnp.arange(T + S, dtype=jnp.int32)  # queries before keys, each in order of position
+    ids, number, element = jax.lax.sort((ids, number, element), num_keys=3)
+    differs = (ids[1:] != ids[:-1]) | (number[1:] != number[:-1])
+    group = jnp.concatenate([jnp.zeros_like(element[:1]), jnp.cumsum(differs, dtype=jnp.int32)])  # one per pair of runs
+    query = element < T
+    first = jax.ops.segment_min(jnp.where(query, element, T), group, T + S)[group]
+    count = jax.ops.segment_sum(query.astype(jnp.int32), group, T + S)[group]
+    seen = (ids >= 0) & (count > 0)
+    place = jnp.where(query, S, element - T)  # S: dropped
+    write = lambda x: jnp.full(S, _NEVER, jnp.int32).at[place].set(jnp.where(seen, x, _NEVER), mode="drop")
+    return write(first), write(first + count)
+
+
+def _number_from_last(ids):
+    """For each of ``[length]``: the number of its run among the runs of the same id, the last run being 1."""
+    length = ids.shape[0]
+    ends = jnp.concatenate([ids[1:] != ids[:-1], jnp.ones_like(ids[:1], bool)])
+    position = jnp.arange(length, dtype=jnp.int32)
+    ordered, order = jax.lax.sort((ids, position), num_keys=2)
+    from_here = jnp.cumsum(ends[order][::-1], dtype=jnp.int32)[::-1]  # runs that end here or later, in sorted order
+    from_here = jnp.concatenate([from_here, jnp.zeros_like(from_here[:1], shape=(1,))])
+    next_id = jnp.searchsorted(ordered, ordered, side="right")
+    return jnp.zeros_like(ids).at[order].set(from_here[:-1] - from_here[next_id])
 
 
 def _integers(name, x):

@@ -2,7 +2,8 @@
 
 Operands are flat: ``q, k, v, *visibility, [bias]`` and for the backward pass ``out, lse, dout, dlse`` after them. Each
 has any number of leading batch axes, the same number for all, each 1 or full; batching adds one more in front and never
-tiles an operand. Which kernel runs is decided when a primitive is lowered, per platform.
+tiles an operand. Which kernel runs is decided when a primitive is lowered, per platform; how a call is split over a
+mesh is decided below that, in ``partition`` (the static parameter ``devices`` is only there for it).
 """
 
 import dataclasses
@@ -11,10 +12,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import AbstractMesh
 
+from jax_dma import partition
 from jax_dma.implementations import ffi, xla
 from jax_dma.reference import compute_dtype
 from jax_dma.tiles import Visibility
@@ -68,7 +72,7 @@ def _check_varying(operands):
         raise ValueError(f"jax_dma: operands vary over different manual mesh axes: {sorted(map(sorted, varying))}")
 
 
-def _forward_types(*operands, call):
+def _forward_types(*operands, call, devices):
     _check_varying(operands)
     q, _, v, *_ = operands
     batch = batch_shape(q, operands)
@@ -76,7 +80,7 @@ def _forward_types(*operands, call):
     return [_like(q, (*batch, *q.shape[-3:-1], v.shape[-1]), q.dtype), lse]
 
 
-def _backward_types(*operands, call):
+def _backward_types(*operands, call, devices):
     _check_varying(operands)
     q, k, v, _, bias, _ = call.unflatten(operands)
     batch = batch_shape(q, operands)
@@ -109,28 +113,46 @@ def _make_primitive(name, types, on_xla, on_ffi):
     primitive.multiple_results = True
     primitive.def_abstract_eval(types)
 
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def compiled(call):
-        return jax.jit(functools.partial(primitive.bind, call=call))
+        return jax.jit(functools.partial(primitive.bind, call=call, devices=partition.marker()))
 
-    primitive.def_impl(lambda *operands, call: compiled(call)(*operands))
+    primitive.def_impl(lambda *operands, call, devices: compiled(call)(*operands))
 
-    def lower(platform, *operands, call):
+    def run(platform, call, *operands):
         chosen = ffi.choose(platform, call, operands)
         with jax.named_scope(f"jax_dma.{name}.{chosen}"):
             return list(on_xla(*operands, call=call) if chosen == "xla" else on_ffi(chosen, *operands, call=call))
 
+    def lower(platform, *operands, call, devices):
+        on_platform = functools.partial(run, platform)
+        if jax.typeof(operands[0]).sharding.mesh.manual_axes:  # inside shard_map: local already
+            return on_platform(call, *operands)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return partition.partitioned(on_platform, call, operands, backward=name == "backward")
+
     for platform in (None, "cpu", "cuda"):
-        rule = mlir.lower_fun(functools.partial(lower, platform), multiple_results=True)
+        rule = _without_shardings(mlir.lower_fun(functools.partial(lower, platform), multiple_results=True))
         mlir.register_lowering(primitive, rule, **({} if platform is None else {"platform": platform}))
 
-    def batch(operands, dims, *, call):
+    def batch(operands, dims, *, call, devices):
         in_front = [x[None] if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
-        results = primitive.bind(*in_front, call=dataclasses.replace(call, vmapped=call.vmapped + 1))
+        call = dataclasses.replace(call, vmapped=call.vmapped + 1)
+        results = primitive.bind(*in_front, call=call, devices=devices)
         return results, [0] * len(results)
 
     batching.primitive_batchers[primitive] = batch
     return primitive
+
+
+def _without_shardings(rule):
+    """A lowering rule that is not shown explicit shardings: what it traces is split by ``partition``, not by types."""
+
+    def lower(ctx, *values, **params):
+        plain = lambda avals: [a if a.sharding.mesh.manual_axes else ShapedArray(a.shape, a.dtype) for a in avals]
+        return rule(ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out)), *values, **params)
+
+    return lower
 
 
 forward_p = _make_primitive("forward", _forward_types, _forward_xla, ffi.forward)
@@ -147,7 +169,7 @@ def _flatten(call, q, k, v, visibility, bias, *rest):
 def attend(call, q, k, v, visibility, bias):
     """(out, lse) through the primitives. Operands must vary over the same manual mesh axes."""
     call, operands = _flatten(call, q, k, v, visibility, bias)
-    return tuple(forward_p.bind(*operands, call=call))
+    return tuple(forward_p.bind(*operands, call=call, devices=partition.marker()))
 
 
 def _attend_forward(call, *arguments):
@@ -182,7 +204,7 @@ attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 def attend_gradient(call, q, k, v, visibility, bias, out, lse, dout, dlse):
     """(dq, dk, dv[, dbias]) through the backward primitive; its own derivative goes through plain JAX."""
     call, operands = _flatten(call, q, k, v, visibility, bias, out, lse, dout, dlse)
-    return tuple(backward_p.bind(*operands, call=call))
+    return tuple(backward_p.bind(*operands, call=call, devices=partition.marker()))
 
 
 def _gradient_forward(call, *arguments):

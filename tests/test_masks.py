@@ -314,3 +314,81 @@ def test_a_rejected_argument_is_named(call, error, words):
 def test_a_traced_window_is_a_type_error():
     with pytest.raises(TypeError, match="window"):
         jax.jit(lambda w: masks.top_k(jnp.zeros((1, 4)), w).start)(2)
+
+
+@pytest.mark.parametrize("T, S", LENGTHS + [(0, 4), (4, 0)])
+def test_prefix(T, S):
+    """Every query sees the prefix, also those within it; beyond it the causal rule, whatever the length given."""
+    p, s = positions(T, S)
+    prefix_lengths = np.array([[0, 3, 4], [S, S + 5, -1]])
+    mask = jax.jit(masks.prefix, static_argnums=(1, 2))(prefix_lengths, T, S)
+    assert mask.start.shape == mask.end.shape == (2, 3, 1, S)
+    seen = (s < prefix_lengths[..., None, None]) | (s <= p)
+    assert np.array_equal(mask.dense(T), seen[..., None, :, :])
+    assert np.array_equal(masks.prefix(2, T, S).dense(T)[0], (s < 2) | (s <= p))  # no batch axis
+
+
+@pytest.mark.parametrize("T, S", LENGTHS + [(0, 4), (4, 0)])
+@pytest.mark.parametrize("block", [1, 2, 3, 4, 100, 2**40])
+def test_block_causal(T, S, block):
+    """All of a query's own block and of the blocks before; queries before key 0 see nothing."""
+    p, s = positions(T, S)
+    seen = (s // block <= p // block) & (p >= 0)
+    assert np.array_equal(masks.block_causal(block, T, S).dense(T)[0, 0], seen)
+    if block == 1:
+        assert np.array_equal(seen, masks.causal(T, S).dense(T)[0, 0])
+
+
+def number_from_last(ids):
+    """For each position (id, how many runs of that id follow, this one included), by walking backwards."""
+    result, seen = [], {}
+    for i in reversed(range(len(ids))):
+        if i + 1 == len(ids) or ids[i] != ids[i + 1]:
+            seen[ids[i]] = seen.get(ids[i], 0) + 1
+        result.append((ids[i], seen[ids[i]]))
+    return result[::-1]
+
+
+@pytest.mark.parametrize("T, S", LENGTHS + [(0, 4), (4, 0), (40, 33)])
+def test_segments_with_ids_of_queries_and_of_keys(T, S):
+    """A run of queries sees the run of keys of its id; runs of a repeated id are matched from the last backwards."""
+    rng = np.random.default_rng(T * 100 + S)
+    query_ids, key_ids = random_ids(rng, 6, T), random_ids(rng, 6, S)
+    mask = jax.jit(masks.segments)(query_ids, key_ids)
+    assert mask.start.shape == (6, 1, S)
+    for got, of_queries, of_keys in zip(mask.dense(T), query_ids, key_ids):
+        a, b = number_from_last(list(of_queries)), number_from_last(list(of_keys))
+        seen = np.array([[x == y and x[0] >= 0 for y in b] for x in a], bool).reshape(T, S)
+        assert np.array_equal(got[0], seen)
+
+
+def test_segments_of_unique_ids_are_equality():
+    """With one run for each id (in any order, of any lengths, some on one side only) seeing is equality of ids."""
+    query_ids, key_ids = np.array([[5, 5, 1, 1, 1, -1], [0, 0, 0, 7, 7, 7]]), np.array([[1, 5, 5, 9], [7, 0, -1, -1]])
+    got = masks.segments(query_ids, key_ids).dense(6)
+    seen = (query_ids[:, :, None] == key_ids[:, None, :]) & (key_ids >= 0)[:, None, :]
+    assert np.array_equal(got[:, 0], seen)
+    assert np.array_equal(masks.segments([5, 5, 1], [1, 5]).dense(3)[0], [[0, 1], [0, 1], [1, 0]])
+    shared = masks.segments(query_ids, key_ids[:1])  # one axis of size 1: the same keys for every example
+    assert np.array_equal(shared.dense(6)[0], got[0]) and shared.start.shape == (2, 1, 4)
+
+
+def test_segments_of_the_same_ids_twice():
+    """segments(ids, ids) is segments(ids), and segments(the last T ids, ids) is segments(ids, T)."""
+    ids = random_ids(np.random.default_rng(5), 8, 30)
+    for T in (30, 11, 1):
+        got, want = masks.segments(ids[:, 30 - T :], ids).dense(T), masks.segments(ids, T).dense(T)
+        assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: masks.prefix(np.float32(2), 4, 4), "prefix_lengths must be integers"),
+        (lambda: masks.block_causal(0, 4, 4), "block_size must be at least 1"),
+        (lambda: masks.segments(np.zeros(4, int), np.zeros(4)), "key_ids must be integers"),
+    ],
+)
+def test_arguments_of_the_newer_builders(build, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        build()
