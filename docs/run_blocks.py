@@ -35,7 +35,9 @@ def run(path):
             traceback.print_exc()
             return count, False
         if expected is not None and [x.rstrip() for x in printed.getvalue().splitlines()] != expected.splitlines():
-            print(f"{path}, line {first_line + 1}: the block printed\n{printed.getvalue()}and the page says\n{expected}")
+            print(
+                f"{path}, line {first_line + 1}: the block printed\n{printed.getvalue()}and the page says\n{expected}"
+            )
             return count, False
     return len(BLOCK.findall(text)), True
 
@@ -46,7 +48,10 @@ def main():
     for path in paths:
         began = time.perf_counter()
         count, passed = run(path)
-        print(f"{'ok  ' if passed else 'FAIL'} {path.name}: {count} blocks passed, {time.perf_counter() - began:.1f} s", flush=True)
+        print(
+            f"{'ok  ' if passed else 'FAIL'} {path.name}: {count} blocks passed, {time.perf_counter() - began:.1f} s",
+            flush=True,
+        )
         failed += [] if passed else [path.name]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

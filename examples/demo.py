@@ -32,7 +32,10 @@ WINDOW = 64  # keys that a query sees under the dynamic mask
 BATCH = 8  # windows of text per step
 LAYERS, WIDTH, HIDDEN = 3, 128, 384
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
-RECENCY = (0.5, 0.0)  # slope of each key/value head's scores along the positions: a local head, and one by content alone
+RECENCY = (
+    0.5,
+    0.0,
+)  # slope of each key/value head's scores along the positions: a local head, and one by content alone
 PEAK_LEARNING_RATE = 4.5e-3
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16  # of activations; weights are float32
 
@@ -127,7 +130,11 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     def __init__(self, window, implementation, rngs):
         self.attention_norm, self.attention = norm(WIDTH, rngs), Attention(window, implementation, rngs)
-        self.mlp_norm, self.up, self.down = norm(WIDTH, rngs), linear(WIDTH, 2 * HIDDEN, rngs), linear(HIDDEN, WIDTH, rngs)
+        self.mlp_norm, self.up, self.down = (
+            norm(WIDTH, rngs),
+            linear(WIDTH, 2 * HIDDEN, rngs),
+            linear(HIDDEN, WIDTH, rngs),
+        )
 
     def __call__(self, x):
         x = x + self.attention(self.attention_norm(x))
@@ -243,9 +250,17 @@ def readable(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="training steps of each model (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the sample (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("demo_output"), help="folder for the picture (default: %(default)s)")
-    parser.add_argument("--implementation", choices=("cuda", "cpu", "xla", "reference"), help="of jax_dma.attention (default: the best for the device)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the weights, the batches and the sample (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo_output"), help="folder for the picture (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=("cuda", "cpu", "xla", "reference"),
+        help="of jax_dma.attention (default: the best for the device)",
+    )
     options = parser.parse_args()
     if options.steps < 1:
         parser.error("--steps must be at least 1")
@@ -255,7 +270,9 @@ def main():
     text, held_out = load_text()
     name = implementation_in_use(options.implementation)
     print(f"{len(text):,} bytes of text to learn, {len(held_out):,} held out")
-    print(f"jax_dma {jax_dma.__version__}, implementation {name}, on {jax.devices()[0].device_kind}, {jnp.dtype(DTYPE).name}")
+    print(
+        f"jax_dma {jax_dma.__version__}, implementation {name}, on {jax.devices()[0].device_kind}, {jnp.dtype(DTYPE).name}"
+    )
 
     models, curves, scores = {}, {}, {}
     for kind, window in (("dynamic mask", WINDOW), ("full attention", None)):
@@ -278,7 +295,9 @@ def main():
     picture = options.out / "demo.png"
     intervals = model.mask(jnp.asarray(context[None]), LAYERS - 1)
     draw(picture, curves, scores, np.asarray(intervals.dense(CONTEXT)[0]))
-    print(f"\nTrained and tested with implementation {name!r} in {time.perf_counter() - began:.0f} s. Loss curves and mask: {picture}")
+    print(
+        f"\nTrained and tested with implementation {name!r} in {time.perf_counter() - began:.0f} s. Loss curves and mask: {picture}"
+    )
     for other, reason in jax_dma.status().items():
         if options.implementation is None and other == {"cpu": "cpu", "gpu": "cuda"}.get(jax.default_backend()) != name:
             print(f"The compiled kernels did not run. {other}: {reason}")

@@ -31,8 +31,12 @@ def main():
 
     # The mask carries no gradient. The bias does, and is what a model learns to choose keys with.
     mask = jax_dma.masks.dense_top_k(bias, KEEP, is_causal=True)
-    print(f"device {jax.devices()[0].device_kind}, {jnp.dtype(DTYPE).name}; implementations here: {', '.join(jax_dma.available_implementations())}")
-    print(f"mask {mask.shape}: {mask.mean():.1%} of all (query, key) pairs are visible, {mask.sum(-1).max()} keys per query at most")
+    print(
+        f"device {jax.devices()[0].device_kind}, {jnp.dtype(DTYPE).name}; implementations here: {', '.join(jax_dma.available_implementations())}"
+    )
+    print(
+        f"mask {mask.shape}: {mask.mean():.1%} of all (query, key) pairs are visible, {mask.sum(-1).max()} keys per query at most"
+    )
 
     def run(implementation):
         def loss(q, k, v, bias):

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh
 
 from jax_dma import partition
 from jax_dma.implementations import ffi, xla
+from jax_dma.mesh import vary_over, varying_axes
 from jax_dma.reference import compute_dtype
 from jax_dma.tiles import Visibility
 
@@ -192,8 +193,6 @@ def _attend_backward(_, residuals, cotangents):
 
 
 def _same_mesh_axes(like, x):
-    from jax_dma.mesh import vary_over, varying_axes
-
     return vary_over(x, varying_axes(like))
 
 

@@ -1,4 +1,4 @@
-"""The backward pass of the plain JAX implementation, ``xla.attention_vjp``: what kernels that do not exist fall back to."""
+"""The backward pass in plain JAX, ``xla.attention_vjp``: what runs where no kernel serves."""
 
 import functools
 

@@ -15,8 +15,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jax_dma.mesh import vary_over, varying_axes
 from jax_dma.reference import HIDE_BELOW, compute_dtype
-from jax_dma.tiles import KEY_TILE, Visibility, unpack_bits
+from jax_dma.tiles import KEY_TILE, unpack_bits
 
 QUERY_CHUNK = 256
 KEY_CHUNK = 4 * KEY_TILE  # a multiple of 32, so that chunks begin at a word of mask bits
@@ -27,7 +28,7 @@ def attention(q, k, v, visibility, bias, *, causal, scale, softcap):
 
     Args:
       q, k, v: [*batch|1, T, N, H], [*batch|1, S, K, H], [*batch|1, S, K, Hv].
-      visibility: a :class:`jax_dma.plan.Visibility`.
+      visibility: a :class:`jax_dma.tiles.Visibility`.
       bias: [*batch|1, N|K|1, T|1, S|1] or None.
       causal: whether s > t + (S - T) is hidden.
       scale, softcap: floats; softcap 0 means none.
@@ -136,8 +137,6 @@ def _explicitly_sharded(operands):
 
 def _vary_like(x, operands):
     """x, typed as varying over the mesh axes that any operand varies over (see ``mesh.align_varying``)."""
-    from jax_dma.mesh import varying_axes, vary_over
-
     return vary_over(x, varying_axes(operands))
 
 
@@ -364,6 +363,3 @@ def attention_vjp(
     if want_dbias:
         results["bias"] = totals["bias"].reshape(bias.shape)
     return tuple(x.astype(given[name].dtype) for name, x in results.items())
-
-
-__all__ = ["attention", "attention_vjp", "Visibility"]
