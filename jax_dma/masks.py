@@ -260,8 +260,8 @@ def top_k(scores, window, query_length=None, *, is_causal=True, segment_ids=None
 
     Under the causal rule a key that ``window`` higher-scored keys have pushed out can never return, because the prefix
     only grows. So each key is visible to one run of queries, which ends at the position of the ``window``-th key that
-    outranks it: an order statistic over a prefix of the ranked positions, read off a wavelet matrix. O(S log S) time and
-    O(S) memory; no ``[T, S]`` array anywhere.
+    outranks it: an order statistic over a prefix of the ranked positions, read off a wavelet matrix. O(S log S) time
+    and O(S) memory; no ``[T, S]`` array anywhere.
 
     Args:
       scores: float ``[*batch, K, S]``, one score per key (heads may also be N or 1).
