@@ -2,11 +2,14 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from jax_dma import masks
-from jax_dma.attention import attention, available_implementations, status
+from jax_dma import context, masks
+from jax_dma.attention import attention
+from jax_dma.choice import available_implementations, status
+from jax_dma.cost import cost
 from jax_dma.dot_product import dot_product_attention
+from jax_dma.explain import explain
 from jax_dma.masks import KeyIntervals
-from jax_dma.plan import MaskPlan, plan
+from jax_dma.plan import MaskPlan, plan, plan_top_k
 
 try:
     __version__ = version("jax_dma")
@@ -14,6 +17,6 @@ except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
 
 __all__ = [
-    "KeyIntervals", "MaskPlan", "attention", "available_implementations", "dot_product_attention", "masks", "plan",
-    "status",
+    "KeyIntervals", "MaskPlan", "attention", "available_implementations", "context", "cost", "dot_product_attention",
+    "explain", "masks", "plan", "plan_top_k", "status",
 ]  # fmt: skip

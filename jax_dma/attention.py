@@ -1,15 +1,18 @@
 """The public function: check, bring to one form, choose, run."""
 
-import jax
+import dataclasses
+import functools
 
-from jax_dma import checks, mesh, op, reference
-from jax_dma.implementations import ffi, xla
+import jax
+import jax.numpy as jnp
+
+from jax_dma import checks, choice, kept_keys, mesh, op, reference
+from jax_dma.choice import names_of as _names
+from jax_dma.choice import serving as _serving
+from jax_dma.implementations import xla
 from jax_dma.masks import KeyIntervals
 from jax_dma.plan import MaskPlan, plan
 from jax_dma.tiles import Visibility, interval_bounds
-
-IMPLEMENTATIONS = ("cuda", "cpu", "pallas", "xla", "reference")
-_DEFAULT = ("cuda", "cpu", "xla")  # the first that serves the platform being lowered for
 
 
 def attention(
@@ -19,6 +22,7 @@ def attention(
     mask=None,
     bias=None,
     *,
+    sinks=None,
     is_causal=False,
     scale=None,
     logits_soft_cap=None,
@@ -53,6 +57,9 @@ def attention(
         :mod:`jax_dma.masks`), or a :class:`~jax_dma.MaskPlan` from :func:`jax_dma.plan`. It has no gradient.
       bias: float ``[B|1, N|K|1, T|1, S|1]``, added to the logits. Its gradient has its shape and dtype and is summed in
         float32 over every broadcast axis; it is not computed when bias is not being differentiated.
+      sinks: float ``[N]``, a trainable logit for each query head that stands in every row beside those of the keys and
+        has no value: ``lse = log(sum(exp(logits)) + exp(sinks))``, so the weights ``exp(logits - lse)`` sum to less
+        than 1. lse includes it. A query that sees no key gets out 0 and lse = sinks. -inf is the same as no sink.
       is_causal: also hide the keys after each query.
       scale: a Python float; default ``H ** -0.5``.
       logits_soft_cap: a positive Python float; None for no cap.
@@ -70,6 +77,47 @@ def attention(
       TypeError, ValueError: at trace time, naming the argument, what it was and what it may be. A named implementation
         that cannot serve the call is a ValueError that says why.
     """
+    call, mask = check(
+        q, k, v, mask, bias, sinks=sinks, is_causal=is_causal, scale=scale, logits_soft_cap=logits_soft_cap,
+        return_lse=return_lse, deterministic=deterministic,
+    )  # fmt: skip
+    names = _names(implementation)
+    call = dataclasses.replace(call, implementations=_serving(names, call, q, k, v, bias))
+    path = choice.path_of(mask, q, k, bias, is_causal)
+    choice.log(names, call, mask, q, k, v, bias)
+
+    with jax.named_scope("jax_dma.attention"):
+        if call.implementations[0] == "reference":
+            out, lse = reference.attention(
+                q, k, v, mask, bias, is_causal=is_causal, scale=call.scale, logits_soft_cap=call.softcap or None
+            )
+        else:
+            bias, bias_dtype = mesh.widen_if_summed(bias, (q, k, v, mask))
+            call = dataclasses.replace(call, bias_dtype=bias_dtype)
+            if path.kind == "kept keys":
+                start, end = _same_shape(mask.start, mask.end)
+                q, k, v, start, end, bias = mesh.align_varying((q, k, v, start, end, bias))
+                out, lse = kept_keys.attention(
+                    functools.partial(_attend_intervals, dataclasses.replace(call, causal=False)),
+                    *(q, k, v, start, end, bias),
+                    R=path.run_length,
+                    live=mask.live,
+                    causal=is_causal,
+                    differentiable_in_every_mode=call.implementations[0] == "xla",
+                )
+            else:
+                visibility = _visibility(mask, q, k)
+                q, k, v, visibility, bias = mesh.align_varying((q, k, v, visibility, bias))
+                out, lse = _attend(call, q, k, v, visibility, bias)
+        if sinks is not None:
+            out, lse = _add_sinks(out, lse, sinks)
+    return (out, lse) if return_lse else out
+
+
+def check(
+    q, k, v, mask, bias, *, sinks, is_causal, scale, logits_soft_cap, return_lse=False, deterministic
+):  # fmt: skip
+    """The arguments of :func:`attention`, checked: an op.Call that names no implementation, and the mask."""
     checks.check_arrays(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else checks.check_scalar("scale", scale)
     softcap = 0.0 if logits_soft_cap is None else checks.check_scalar("logits_soft_cap", logits_soft_cap, positive=True)
@@ -78,24 +126,35 @@ def attention(
             raise TypeError(f"{name} must be True or False, got {value!r}")
     if bias is not None:
         checks.check_bias(bias, q.shape, k.shape)
-    mask = _check_mask(mask, q, k)
-    call = op.Call(scale, softcap, is_causal, deterministic, ())
-    names = _serving(_names(implementation), call, q, k, v, bias)
+    if sinks is not None:
+        checks.check_sinks(sinks, q.shape)
+    return op.Call(scale, softcap, is_causal, deterministic, ()), _check_mask(mask, q, k)
 
-    with jax.named_scope("jax_dma.attention"):
-        if names[0] == "reference":
-            out, lse = reference.attention(
-                q, k, v, mask, bias, is_causal=is_causal, scale=scale, logits_soft_cap=logits_soft_cap
-            )
-        else:
-            visibility = _visibility(mask, q, k)
-            q, k, v, visibility, bias = mesh.align_varying((q, k, v, visibility, bias))
-            if names[0] == "xla":
-                out, lse = xla.attention(q, k, v, visibility, bias, causal=is_causal, scale=scale, softcap=softcap)
-            else:
-                call = op.Call(scale, softcap, is_causal, deterministic, names)
-                out, lse = op.attend(call, q, k, v, visibility, bias)
-    return (out, lse) if return_lse else out
+
+def _add_sinks(out, lse, sinks):
+    """out and lse of a softmax that has one more logit in every row, ``sinks`` [N], and nothing to add for it."""
+    sinks = sinks.astype(lse.dtype)
+    sees_something = lse > -jnp.inf  # selects, so that no cotangent of the other rows reaches sinks through out
+    finite = jnp.where(sees_something, lse, 0)
+    share = jnp.where(sees_something, jax.nn.sigmoid(finite - sinks), 0)
+    out = (out.astype(lse.dtype) * share[..., None]).astype(out.dtype)
+    return out, jnp.where(sees_something, finite + jax.nn.softplus(sinks - finite), sinks)
+
+
+def _attend(call, q, k, v, visibility, bias):
+    if call.implementations[0] == "xla":  # plain JAX, differentiable in every mode
+        return xla.attention(
+            q, k, v, visibility, bias, causal=call.causal, scale=call.scale, softcap=call.softcap
+        )
+    return op.attend(call, q, k, v, visibility, bias)
+
+
+def _attend_intervals(call, q, k, v, start, end, bias):
+    return _attend(call, q, k, v, _interval_visibility(start, end, q, k), bias)
+
+
+def _interval_visibility(start, end, q, k):
+    return Visibility(start=start, end=end, bounds=interval_bounds(start, end, q.shape[-2], k.shape[-2]))
 
 
 def _check_mask(mask, q, k):
@@ -105,7 +164,8 @@ def _check_mask(mask, q, k):
         checks.check_plan(mask, q.shape, k.shape)
         return mask
     if isinstance(mask, KeyIntervals):
-        mask = KeyIntervals(_with_rank(mask.start, q.ndim - 1), _with_rank(mask.end, q.ndim - 1), mask.live)
+        start, end = (_with_rank(x, q.ndim - 1) for x in (mask.start, mask.end))
+        mask = dataclasses.replace(mask, start=start, end=end)
         checks.check_intervals(mask.start, mask.end, mask.live, q.shape, k.shape)
         return mask
     checks.check_dense_mask(mask, q.shape, k.shape)
@@ -124,8 +184,7 @@ def _visibility(mask, q, k):
     if mask is None:
         return Visibility()
     if isinstance(mask, KeyIntervals):
-        start, end = _same_shape(mask.start, mask.end)
-        return Visibility(start=start, end=end, bounds=interval_bounds(start, end, q.shape[-2], k.shape[-2]))
+        return _interval_visibility(*_same_shape(mask.start, mask.end), q, k)
     if not isinstance(mask, MaskPlan):
         mask = plan(mask, q, k)
     return Visibility(mask.bits, mask.tiles_by_query, mask.tiles_by_key)
@@ -134,88 +193,3 @@ def _visibility(mask, q, k):
 def _same_shape(start, end):
     shape = jax.numpy.broadcast_shapes(start.shape, end.shape)
     return jax.numpy.broadcast_to(start, shape), jax.numpy.broadcast_to(end, shape)
-
-
-def _names(implementation):
-    if implementation is None:
-        return None
-    names = tuple(implementation) if isinstance(implementation, (tuple, list)) else (implementation,)
-    unknown = [name for name in names if name not in IMPLEMENTATIONS]
-    if unknown or not names:
-        raise ValueError(f"implementation must be one or several of {IMPLEMENTATIONS}, or None, got {implementation!r}")
-    return names
-
-
-def _serving(names, call, q, k, v, bias):
-    """Those of the named implementations that can serve the call; an error that says why if none can."""
-    if names is None:
-        return _DEFAULT
-    serving, reasons = [], []
-    for name in names:
-        reason = unavailable(name) if name not in ("xla", "reference") else None
-        if reason is None and name in ("cpu", "cuda"):
-            reason = ffi.unsupported(name, call, q, k, v, bias)
-        if reason is None and call.deterministic and name == "pallas":
-            reason = "it is not deterministic"
-        if reason is not None:
-            reasons.append(f"{name}: {reason}")
-            continue
-        serving.append(name)
-        if name in ("xla", "reference"):  # they serve everything: what stands behind them is never reached
-            break
-    if not serving:
-        raise ValueError(
-            f"implementation={names[0] if len(names) == 1 else names!r} cannot serve this call. " + "; ".join(reasons)
-        )
-    if "reference" in serving[1:]:  # below the primitives, `xla` stands in for it: the same function in less memory
-        serving[serving.index("reference")] = "xla"
-    return tuple(serving)
-
-
-def unavailable(name):
-    """Why an implementation's code is not there at all, or None. Does not look for devices."""
-    if name == "pallas":
-        return "it is not part of this version"
-    return ffi.load(name) if name in ("cpu", "cuda") else None
-
-
-def _has_platform(platform):
-    try:
-        return bool(jax.devices(platform))
-    except RuntimeError:
-        return False
-
-
-def status():
-    """What works here: a dict from each implementation's name to "available", or to why it is not."""
-    report = {}
-    for name in IMPLEMENTATIONS:
-        reason = unavailable(name)
-        if reason is None and name in ("cpu", "cuda") and not _has_platform(name):
-            reason = f"jax sees no {name} device (is the {name} build of jaxlib installed, and a device visible?)"
-        if reason is None and name == "cuda":
-            reason = _no_binary_for_device()
-        report[name] = "available" if reason is None else reason
-    return report
-
-
-def _no_binary_for_device():
-    """Why the kernels built here do not run on the first GPU, or None."""
-    from jax_dma import _cuda
-
-    capability = str(jax.devices("cuda")[0].compute_capability)
-    number = int(capability.replace(".", ""))
-    # Code for x.y runs on x.z with z >= y; architecture-specific code ("90a") on that one only.
-    for arch in _cuda.architectures():
-        plain = int(arch.rstrip("af"))
-        if number == plain or (arch.isdigit() and number // 10 == plain // 10 and number >= plain):
-            return None
-    return (
-        f"its kernels were built for compute capability {', '.join(_cuda.architectures())}, "
-        f"and this GPU has {capability}; reinstall with JAX_DMA_CUDA_ARCHS={number}"
-    )
-
-
-def available_implementations():
-    """The names of the implementations usable on this machine now, in order of preference."""
-    return tuple(name for name, text in status().items() if text == "available")

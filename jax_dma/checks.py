@@ -59,6 +59,17 @@ def check_bias(bias, q_shape, k_shape):
     _check_broadcast("bias", bias.shape, q_shape, k_shape)
 
 
+def check_sinks(sinks, q_shape):
+    """float [N]."""
+    _check_is_array("sinks", sinks)
+    if not jnp.issubdtype(sinks.dtype, jnp.floating) or jnp.finfo(sinks.dtype).bits < 16:
+        raise TypeError(f"sinks must be bfloat16, float16, float32 or float64, got {sinks.dtype}")
+    if sinks.shape != (q_shape[-2],):
+        raise ValueError(
+            f"sinks must have shape [N] = ({q_shape[-2]},), one logit for each query head, got shape {sinks.shape}"
+        )
+
+
 def check_intervals(start, end, live, q_shape, k_shape):
     """int32 [*batch|1, N|K|1, S], after axes of size 1 were added or dropped to match q's rank."""
     for name, x in (("mask.start", start), ("mask.end", end)):

@@ -1,9 +1,14 @@
-"""An attention function for Flax modules. Flax itself is not imported here.
+"""An attention function for Flax modules, and a module of our own.
 
     import jax_dma.flax
     flax.nnx.MultiHeadAttention(..., attention_fn=jax_dma.flax.attention_fn)
     flax.linen.MultiHeadDotProductAttention(..., attention_fn=jax_dma.flax.attention_fn)
+    jax_dma.flax.DynamicMaskAttention(features, num_heads, window, rngs=rngs)
+
+Flax itself is imported only with the module.
 """
+
+import importlib
 
 import jax.numpy as jnp
 
@@ -12,6 +17,12 @@ from jax_dma.masks import KeyIntervals
 from jax_dma.plan import MaskPlan
 
 __all__ = ["attention_fn"]
+
+
+def __getattr__(name):
+    if name in ("DynamicMaskAttention", "DynamicMaskCache", "rotary"):
+        return getattr(importlib.import_module("jax_dma.dynamic_mask"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # Every parameter that Flax may pass is named: linen drops, without a word, those that the signature does not name.

@@ -15,10 +15,15 @@ import operator
 import jax
 import jax.numpy as jnp
 
+from jax_dma import mesh
+from jax_dma.implementations import ffi
+from jax_dma.primitives import with_cuda_kernel
+from jax_dma.select import select
+
 _NEVER = 0  # start and end of a key that nobody sees
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["start", "end"], meta_fields=["live"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["start", "end"], meta_fields=["live", "scattered"])
 @dataclasses.dataclass(frozen=True)
 class KeyIntervals:
     """A mask in O(S) memory: key ``s`` is visible to query ``t`` iff ``start[s] <= t < end[s]``.
@@ -30,20 +35,27 @@ class KeyIntervals:
       start: int32 ``[*batch|1, N|K|1, S]``, the first query that sees each key.
       end: int32, the same shape rules, one past the last query that sees each key.
       live: a static bound, or None if unknown: any ``n`` consecutive queries see at most ``live + n - 1`` keys in all.
+      scattered: a static hint: the keys that a query sees lie far apart, as :func:`top_k` leaves them, rather than next
+        to each other as in a window. With ``live`` it lets :func:`jax_dma.attention` gather them
+        (:mod:`jax_dma.kept_keys`), so that the cost is O(T * live).
     """
 
     start: jax.Array
     end: jax.Array
     live: int | None = None
+    scattered: bool = False
 
     def __and__(self, other):
-        """Visible in both. ``live`` is the smaller bound."""
+        """Visible in both. ``live`` is the smaller bound; scattered if either is."""
         if not isinstance(other, KeyIntervals):
             return NotImplemented
         bounds = [x.live for x in (self, other) if x.live is not None]
         self, other = _same_rank(self, other)
         return KeyIntervals(
-            jnp.maximum(self.start, other.start), jnp.minimum(self.end, other.end), min(bounds) if bounds else None
+            jnp.maximum(self.start, other.start),
+            jnp.minimum(self.end, other.end),
+            min(bounds) if bounds else None,
+            self.scattered or other.scattered,
         )
 
     def dense(self, query_length):
@@ -58,7 +70,7 @@ def _same_rank(a, b):
     """Left-pads the shapes of two KeyIntervals with axes of size 1, so that they broadcast under any rank rule."""
     rank = max(a.start.ndim, b.start.ndim)
     pad = lambda x: x.reshape((1,) * (rank - x.ndim) + x.shape)
-    return tuple(KeyIntervals(pad(x.start), pad(x.end), x.live) for x in (a, b))
+    return tuple(dataclasses.replace(x, start=pad(x.start), end=pad(x.end)) for x in (a, b))
 
 
 def _length(name, value, minimum=0):
@@ -272,7 +284,7 @@ def top_k(scores, window, query_length=None, *, is_causal=True, segment_ids=None
       valid: optional bool ``[*batch, S]``; keys where it is False are seen by nobody and take no place in the window.
 
     Returns:
-      KeyIntervals with the shape of ``scores`` and ``live`` set.
+      KeyIntervals with the shape of ``scores``, ``live`` set and ``scattered``.
     """
     scores = jnp.asarray(scores)
     if not jnp.issubdtype(scores.dtype, jnp.floating):
@@ -297,7 +309,7 @@ def top_k(scores, window, query_length=None, *, is_causal=True, segment_ids=None
     start, end = jax.vmap(one_row)(jax.lax.stop_gradient(scores).reshape(-1, S), segment_ids, valid)
     # Non-causal segments: a query range can straddle two segments, each with `window` keys.
     live = window if is_causal or segment_ids is None else 2 * window - 1
-    return KeyIntervals(start.reshape(scores.shape), end.reshape(scores.shape), live)
+    return KeyIntervals(start.reshape(scores.shape), end.reshape(scores.shape), live, scattered=True)
 
 
 def _bools(name, x):
@@ -322,10 +334,10 @@ def _top_k_row(scores, segment_ids, valid, *, window, T, is_causal):
         eligible = eligible & (segment_ids >= 0)
         first_query, last_query = jnp.clip(first - (S - T), 0, T), jnp.clip(last - (S - T), 0, T)
     # Rank within the segment: eligible before not, numbers before NaN, high before low, early before late.
-    nan = jnp.isnan(scores)
-    ineligible = (~eligible).astype(jnp.int32) * 2 + nan.astype(jnp.int32)
-    descending = jnp.where(nan | (scores == 0), jnp.zeros_like(scores), -scores)  # also makes -0 and +0 tie
-    *_, order = jax.lax.sort((first, ineligible, descending, position), num_keys=3, is_stable=True)
+    key = _descending_key(scores, eligible)
+    _, order = jax.lax.sort((key, position), num_keys=1, is_stable=True)
+    if segment_ids is not None:
+        _, order = jax.lax.sort((first[order], order), num_keys=1, is_stable=True)
     rank = jnp.zeros(S, jnp.int32).at[order].set(position)
     outranked_by = rank - first  # how many keys of the segment outrank this one
 
@@ -335,13 +347,25 @@ def _top_k_row(scores, segment_ids, valid, *, window, T, is_causal):
 
     # With fewer than `window` keys above it a key stays to the end of its segment. Otherwise it leaves when the
     # window-th of the keys above it has come by, or never enters if that was before it.
-    kth = _kth_smallest(order, first, rank, jnp.int32(min(window, S) - 1))
+    kth = _kth_smallest(*mesh.align_varying((order, first, rank)), k=min(window, S) - 1)[0]
     leaves = jnp.where(outranked_by >= window, jnp.maximum(kth, position), last)
     start, end = jnp.clip(position - (S - T), 0, T), jnp.clip(leaves - (S - T), 0, T)
     return jnp.where(eligible, start, _NEVER), jnp.where(eligible, jnp.maximum(start, end), _NEVER)
 
 
-def _kth_smallest(values, low, high, k):
+def _descending_key(scores, eligible):
+    """Unsigned integers that sort from the highest score to the lowest, then NaN, then what is not eligible."""
+    if scores.dtype != jnp.float64:
+        scores = scores.astype(jnp.float32)
+    unsigned = {4: jnp.uint32, 8: jnp.uint64}[scores.dtype.itemsize]
+    most = unsigned(jnp.iinfo(unsigned).max)
+    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, jnp.zeros_like(scores), scores), unsigned)
+    key = jnp.where(bits > most >> 1, bits, (most >> 1) - bits)  # negative numbers have the sign bit: larger is lower
+    key = jnp.where(jnp.isnan(scores), most - 1, key)
+    return jnp.where(eligible, key, most)
+
+
+def _kth_smallest_row(values, low, high, k):
     """The k-th smallest (from 0) of ``values[low[i]:high[i]]`` for every i; values are a permutation of 0..S-1.
 
     A wavelet matrix walked while it is built: one stable partition of the values by each bit, most significant first.
@@ -372,6 +396,28 @@ def _kth_smallest(values, low, high, k):
     return jax.lax.fori_loop(0, bits, level, (values, low, high, k + 0 * low, 0 * low))[-1]
 
 
+def _rows(values, low, high):
+    shape = jnp.broadcast_shapes(values.shape, low.shape, high.shape)
+    return shape, [jnp.broadcast_to(x, shape).reshape(-1, shape[-1]) for x in (values, low, high)]
+
+
+def _kth_smallest_plain(values, low, high, *, k):
+    shape, rows = _rows(values, low, high)
+    return (jax.vmap(functools.partial(_kth_smallest_row, k=k))(*rows).reshape(shape),)
+
+
+def _kth_smallest_kernel(values, low, high, *, k):
+    shape, rows = _rows(values, low, high)
+    count, S = rows[0].shape
+    chunks = -(-S // 2048)  # xla_ffi/cuda/order_statistic/order_statistic.h
+    scratch = [(count, S)] * 5 + [(count, S + 1), (count, chunks)]
+    results = [(size, jnp.int32) for size in [(count, S), *scratch]]
+    return (ffi.custom_call("kth_smallest", results, *rows, k=k)[0].reshape(shape),)
+
+
+_kth_smallest = with_cuda_kernel("kth_smallest", _kth_smallest_plain, _kth_smallest_kernel)
+
+
 def dense_top_k(bias, window, *, is_causal=False, mask=None):
     """Dynamic mask from a full score per (query, key): the recipe of the original dynamic-mask attention.
 
@@ -388,62 +434,24 @@ def dense_top_k(bias, window, *, is_causal=False, mask=None):
     Returns:
       bool, the shape of bias.
     """
+    return select(*top_k_operands(bias, window, mask), causal=is_causal)
+
+
+def top_k_operands(bias, window, mask):
+    """The arguments of :func:`dense_top_k`, checked; mask is None or has the rank of bias."""
     bias = jax.lax.stop_gradient(jnp.asarray(bias))
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(f"bias must be floating point, got dtype {bias.dtype}")
     if bias.ndim < 2:
         raise ValueError(f"bias must have shape [..., T, S], got {bias.shape}")
     window = _length("window", window, minimum=1)
-    T, S = bias.shape[-2:]
-    index = jax.lax.broadcasted_iota(jnp.int32, bias.shape, bias.ndim - 1)
-    visible = None
-    if is_causal:
-        visible = index <= jax.lax.broadcasted_iota(jnp.int32, bias.shape, bias.ndim - 2) + (S - T)
     if mask is not None:
         mask = _bools("mask", mask)
         mask = mask.reshape((1,) * (bias.ndim - mask.ndim) + mask.shape)
-        mask = jnp.broadcast_to(mask, jnp.broadcast_shapes(bias.shape, mask.shape))
-        if mask.shape != bias.shape:
-            raise ValueError(f"mask must broadcast to bias's shape {bias.shape}, got {mask.shape}")
-        visible = mask if visible is None else visible & mask
-    if window >= S:
-        return jnp.ones_like(bias, dtype=bool) if visible is None else visible
-
-    key, bits = _ordered_bits(bias)
-    if visible is not None:
-        key = jnp.where(visible, key, jnp.zeros_like(key))
-    count = lambda chosen: chosen.sum(-1, keepdims=True, dtype=jnp.int32)
-    # The window-th largest key, bit by bit: the largest threshold that at least `window` keys reach.
-    one = jnp.ones((), key.dtype)
-
-    def raise_threshold(i, threshold):
-        candidate = threshold | (one << (bits - 1 - i).astype(key.dtype))
-        return jnp.where(count(key >= candidate) >= window, candidate, threshold)
-
-    threshold = jax.lax.fori_loop(0, bits, raise_threshold, jnp.zeros_like(key[..., :1]))
-    above, tied = key > threshold, key == threshold
-    room = window - count(above)  # at least 1: how many of the tied keys fit
-    # The index of the last tied key that fits, by the same search from the other end.
-    index_bits = max(1, S.bit_length())
-
-    def raise_cut(i, cut):
-        candidate = cut | (jnp.int32(1) << (index_bits - 1 - i))
-        return jnp.where(count(tied & (index < candidate)) <= room, candidate, cut)
-
-    cut = jax.lax.fori_loop(0, index_bits, raise_cut, jnp.zeros_like(room))
-    chosen = above | (tied & (index < cut))
-    return chosen if visible is None else chosen & visible
-
-
-def _ordered_bits(x):
-    """Unsigned integers that order as x does, and their width. NaN becomes 1 and nothing becomes 0."""
-    bits = jnp.finfo(x.dtype).bits
-    unsigned = jnp.dtype(f"uint{bits}")
-    x = jnp.where(x == 0, jnp.zeros_like(x), x)  # -0 and +0 tie
-    raw = jax.lax.bitcast_convert_type(x, unsigned)
-    sign = jnp.asarray(1 << (bits - 1), unsigned)
-    ordered = jnp.where((raw & sign) != 0, ~raw, raw | sign)
-    return jnp.where(jnp.isnan(x), jnp.ones_like(ordered), ordered), bits
+        shape = jnp.broadcast_shapes(bias.shape, mask.shape)
+        if shape != bias.shape:
+            raise ValueError(f"mask must broadcast to bias's shape {bias.shape}, got {shape}")
+    return bias, mask, window
 
 
 def dense_relu(bias):

@@ -7,6 +7,7 @@ sum over the axes, which is exactly what a replicated operand's gradient needs.
 """
 
 import jax
+import jax.numpy as jnp
 
 
 def varying_axes(operands):
@@ -24,3 +25,12 @@ def align_varying(operands):
     """All arrays of a pytree, cast to vary over the union of their axes."""
     axes = varying_axes(operands)
     return jax.tree.map(lambda x: vary_over(x, axes), operands) if axes else operands
+
+
+def widen_if_summed(bias, operands, always=False):
+    """(bias, None); or, if its gradient will be summed over mesh axes, bias in float32 and the dtype that it had."""
+    if bias is None or jnp.finfo(bias.dtype).bits >= 32:
+        return bias, None
+    if not always and varying_axes(operands) <= jax.typeof(bias).manual_axis_type.varying:
+        return bias, None
+    return bias.astype(jnp.float32), bias.dtype.name

@@ -12,7 +12,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -39,6 +38,7 @@ class Call:
     has_bias: bool = False
     want_dbias: bool = False  # backward only
     vmapped: int = 0  # leading axes that batching added: gradients are never summed over them
+    bias_dtype: str | None = None  # attend is given a wider bias than this, for the sake of its gradient's sums
 
     def unflatten(self, operands):
         """(q, k, v, visibility, bias, the rest)."""
@@ -96,16 +96,18 @@ def _forward_xla(*operands, call):
     return xla.attention(q, k, v, visibility, bias, causal=call.causal, scale=call.scale, softcap=call.softcap)
 
 
-def _backward_xla(*operands, call):
-    q, k, v, visibility, bias, (_, _, dout, dlse) = call.unflatten(operands)
+def _backward_xla(*operands, call, given=True):
+    """The gradients, from the out and lse that are among the operands or, if these are not given, from new ones."""
+    q, k, v, visibility, bias, (out, lse, dout, dlse) = call.unflatten(operands)
     batch = batch_shape(q, operands)
     full = lambda x: jnp.broadcast_to(x, (*batch, *x.shape[-3:]))  # so that each gradient comes out full
+    rows = lambda x: jnp.broadcast_to(x, (*batch, *x.shape[-2:]))
     if call.want_dbias:
         bias = jnp.broadcast_to(bias, dbias_shape(call, bias, batch))
+    dout, dlse, out, lse = full(dout), rows(dlse), full(out), rows(lse)
     return xla.attention_vjp(
-        *map(full, (q, k, v)), visibility, bias, jnp.broadcast_to(dout, (*batch, *dout.shape[-3:])),
-        jnp.broadcast_to(dlse, (*batch, *dlse.shape[-2:])), want_dbias=call.want_dbias, causal=call.causal,
-        scale=call.scale, softcap=call.softcap,
+        *map(full, (q, k, v)), visibility, bias, dout, dlse, want_dbias=call.want_dbias, causal=call.causal,
+        scale=call.scale, softcap=call.softcap, **(dict(out=out, lse=lse) if given else {}),
     )  # fmt: skip
 
 
@@ -133,7 +135,7 @@ def _make_primitive(name, types, on_xla, on_ffi):
             return partition.partitioned(on_platform, call, operands, backward=name == "backward")
 
     for platform in (None, "cpu", "cuda"):
-        rule = _without_shardings(mlir.lower_fun(functools.partial(lower, platform), multiple_results=True))
+        rule = partition.without_shardings(mlir.lower_fun(functools.partial(lower, platform), multiple_results=True))
         mlir.register_lowering(primitive, rule, **({} if platform is None else {"platform": platform}))
 
     def batch(operands, dims, *, call, devices):
@@ -146,16 +148,6 @@ def _make_primitive(name, types, on_xla, on_ffi):
     return primitive
 
 
-def _without_shardings(rule):
-    """A lowering rule that is not shown explicit shardings: what it traces is split by ``partition``, not by types."""
-
-    def lower(ctx, *values, **params):
-        plain = lambda avals: [a if a.sharding.mesh.manual_axes else ShapedArray(a.shape, a.dtype) for a in avals]
-        return rule(ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out)), *values, **params)
-
-    return lower
-
-
 forward_p = _make_primitive("forward", _forward_types, _forward_xla, ffi.forward)
 backward_p = _make_primitive("backward", _backward_types, _backward_xla, ffi.backward)
 
@@ -166,10 +158,20 @@ def _flatten(call, q, k, v, visibility, bias, *rest):
     return call, [x for x in (q, k, v, *visibility, bias, *rest) if x is not None]
 
 
+def narrow(call, bias):
+    """The bias that kernels read in the forward pass, and that is kept for the backward pass."""
+    return bias if bias is None or call.bias_dtype is None else bias.astype(call.bias_dtype)
+
+
+def wide(call, bias):
+    """The bias that kernels read in the backward pass, whose gradient has its dtype."""
+    return bias if bias is None or call.bias_dtype is None else bias.astype(jnp.float32)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(call, q, k, v, visibility, bias):
     """(out, lse) through the primitives. Operands must vary over the same manual mesh axes."""
-    call, operands = _flatten(call, q, k, v, visibility, bias)
+    call, operands = _flatten(call, q, k, v, visibility, narrow(call, bias))
     return tuple(forward_p.bind(*operands, call=call, devices=partition.marker()))
 
 
@@ -181,14 +183,14 @@ def _attend_forward(call, *arguments):
     out, lse = checkpoint_name(out, "jax_dma_out"), checkpoint_name(lse, "jax_dma_lse")
     visibility = jax.tree.map(lambda x: checkpoint_name(x, "jax_dma_plan"), visibility)
     call = dataclasses.replace(call, want_dbias=bias_perturbed)
-    return (out, lse), (call, q, k, v, visibility, bias, out, lse)
+    return (out, lse), (call, q, k, v, visibility, narrow(call, bias), out, lse)
 
 
 def _attend_backward(_, residuals, cotangents):
     call, q, k, v, visibility, bias, out, lse = residuals
     dout, dlse = (jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents)
     dout, dlse = _same_mesh_axes(out, dout), _same_mesh_axes(out, dlse)
-    dq, dk, dv, *dbias = attend_gradient(call, q, k, v, visibility, bias, out, lse, dout, dlse)
+    dq, dk, dv, *dbias = attend_gradient(call, q, k, v, visibility, wide(call, bias), out, lse, dout, dlse)
     return dq, dk, dv, None, dbias[0] if dbias else None
 
 
@@ -217,7 +219,7 @@ def _gradient_backward(call, residuals, cotangents):
     # chain rule through them is in here.
     def gradient(q, k, v, bias, dout, dlse):
         described, operands = _flatten(call, q, k, v, visibility, bias, out, lse, dout, dlse)
-        return tuple(_backward_xla(*operands, call=described))
+        return tuple(_backward_xla(*operands, call=described, given=False))
 
     _, vjp = jax.vjp(gradient, q, k, v, bias, dout, dlse)
     dq, dk, dv, dbias, ddout, ddlse = vjp(cotangents)

@@ -2,7 +2,7 @@
 
 XLA cannot see into a kernel: left alone it gathers every operand. So what the primitives lower to is wrapped in
 ``jax.experimental.custom_partitioning``, which asks :func:`_layout` at compile time. Batch axes and heads are
-independent; queries are too, once a shard knows its row offset. Keys, and the head dimension, are kept whole.
+independent; queries are too, once a shard knows its row offset. Keys are gathered, and so is the head dimension.
 
 Shardy's own means for the rest are not used because they are silently ignored: ``reduction_factors`` insert no
 all-reduce, and ``need_replication_factors`` leave an operand sharded. Specs are enforced here, and sums made here.
@@ -12,17 +12,20 @@ import dataclasses
 import functools
 import itertools
 import math
+import warnings
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_dma.tiles import Visibility, interval_bounds, pack_bits, queries_per_tile, unpack_bits
 
-# The axes after the batch axes: t queries, u tiles of queries, n heads (N, K or 1), "." whole on every device.
+# The axes after the batch axes: t queries, u tiles of queries, n heads (N, K or 1), s keys of a gradient, "." whole on
+# every device.
 _AXES = {
     "q": "tn.",
     "k": ".n.",
@@ -36,6 +39,8 @@ _AXES = {
     "bias": "nt.",
     "out": "tn.",
     "lse": "tn",
+    "dk": "sn.",
+    "dv": "sn.",
 }
 
 
@@ -47,7 +52,7 @@ def operand_names(call, backward):
 
 def result_names(call, backward):
     """What each result of a primitive is shaped like."""
-    return ["q", "k", "v", *["bias"] * call.want_dbias] if backward else ["out", "lse"]
+    return ["q", "dk", "dv", *["bias"] * call.want_dbias] if backward else ["out", "lse"]
 
 
 class _Layout(NamedTuple):
@@ -55,6 +60,7 @@ class _Layout(NamedTuple):
 
     batch: tuple  # for each batch axis
     queries: tuple
+    keys: tuple  # the same as queries if k and v come split so; their gradients are then scattered as they are summed
     kv_heads: tuple  # query and key/value heads together
     group: tuple  # the query heads of one key/value head, which is then on several devices
 
@@ -67,6 +73,8 @@ class _Layout(NamedTuple):
     def _axis(self, letter, size, sizes):
         if letter == "." or size == 1:
             return ()
+        if letter == "s":
+            return self.keys
         if letter in "tu":
             return self.queries
         return self.kv_heads if size == sizes.K else self.kv_heads + self.group
@@ -94,7 +102,7 @@ def _sizes(operands):
 def _layout(call, mesh, operands):
     """How to split a call whose operands come sharded so. What cannot be split is left whole, and XLA reshards."""
     sizes = _sizes(operands)
-    q, _, _, visibility, _, _ = call.unflatten(operands)
+    q, k, v, visibility, _, _ = call.unflatten(operands)
     taken = set()
 
     def claim(axes, fits):
@@ -113,12 +121,43 @@ def _layout(call, mesh, operands):
     tiled = visibility.bits is not None and visibility.bits.shape[-2] > 1
     rows = queries_per_tile(sizes.N // sizes.K) if tiled else 1
     queries = claim(_spec(q, mesh)[-3], lambda n: sizes.T > 1 and sizes.T % (n * rows) == 0)
+    split_alike = all(_spec(x, mesh)[-3] == queries for x in (k, v))
+    keys = queries if split_alike and sizes.S % math.prod(mesh.shape[a] for a in queries) == 0 else ()
     heads = _spec(q, mesh)[-2]
     kv_heads = claim(heads, lambda n: sizes.K % n == 0)
     group = ()
     if math.prod(mesh.shape[a] for a in kv_heads) == sizes.K and not tiled:
         group = claim(heads[len(kv_heads) :], lambda n: sizes.N // sizes.K % n == 0)
-    return _Layout(tuple(batch), queries, kv_heads, group)
+    return _Layout(tuple(batch), queries, keys, kv_heads, group)
+
+
+def _warn_of_gathers(call, mesh, operands, layout):
+    """Says which mesh axes a call could not use, and what to do: they cost collectives, or the work is repeated."""
+    sizes = _sizes(operands)
+    q, k, v, *_ = operands
+    of_q = _spec(q, mesh)
+    axes = lambda names: " x ".join(f"{name!r} ({mesh.shape[name]})" for name in names)
+    unused = lambda given, used: tuple(name for name in given if name not in used)
+    found = []
+    if names := unused(of_q[-2], layout.kv_heads + layout.group):
+        found.append(
+            f"N = {sizes.N} query and K = {sizes.K} key/value heads are not split over {axes(names)}: their number "
+            "must divide K (or, as the last of several mesh axes, N // K). Use fewer devices, or repeat k and v"
+        )
+    if names := unused(of_q[-3], layout.queries):
+        found.append(
+            f"T = {sizes.T} queries are not split over {axes(names)}: their number must divide T, and cut a dense mask "
+            f"between tiles of {queries_per_tile(sizes.N // sizes.K)} queries. Pad the sequence, or use fewer devices"
+        )
+    for given, used in zip(of_q[: len(sizes.batch)], layout.batch):
+        if names := unused(given, used):
+            found.append(f"a batch axis of {sizes.batch} is not split over {axes(names)}, which do not divide it")
+    if names := {name for x in (q, k, v) for name in _spec(x, mesh)[-1]}:
+        found.append(f"the head dimension is gathered over {axes(sorted(names))}: split heads, batch or queries")
+    if names := {name for x in (k, v) for name in unused(_spec(x, mesh)[-3], layout.queries)}:
+        found.append(f"S = {sizes.S} keys are gathered over {axes(sorted(names))}: split queries over the same axes")
+    for text in found:
+        warnings.warn(f"jax_dma.attention, q {q.shape}, k {k.shape}: {text}.", stacklevel=2)
 
 
 def _spec(x, mesh):
@@ -157,14 +196,22 @@ def partitioned(run, call, operands, backward):
     def partition(mesh, operands, results):
         mesh = _some_mesh(mesh, operands)
         layout, in_specs, out_specs = specs(mesh, operands, results)
+        _warn_of_gathers(call, mesh, operands, layout)
         sums = [layout.missing(spec) if backward else () for spec in out_specs]
         shards = math.prod(mesh.shape[a] for a in layout.queries)
+        dtypes = [x.dtype for x in results]
 
         def shard(*operands):
             # Tracing must not see the mesh of an enclosing jax.set_mesh: a sum over its axes would be refused.
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                if call.want_dbias and sums[3]:  # what is summed must not have been rounded
+                    bias = names.index("bias")
+                    operands = (*operands[:bias], _wide(operands[bias]), *operands[bias + 1 :])
                 local, operands = _localise(call, operands, layout.queries, shards)
-                return tuple(_sum_over(run(local, *operands), sums))
+                found = _sum_over(run(local, *operands), sums)
+                if backward and layout.keys:
+                    found[1:3] = (_scatter(x, layout.keys) for x in found[1:3])
+                return tuple(x.astype(dtype) for x, dtype in zip(found, dtypes))
 
         named = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)
         return mesh, shard, named(out_specs), named(in_specs)
@@ -190,16 +237,23 @@ def _some_mesh(mesh, operands):
     return Mesh(devices, ("jax_dma",))
 
 
+def _wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def _sum_over(results, axes):
-    """Each result summed over its axes; those with the same axes in one go, in f32 where it is a bias's gradient."""
+    """Each result summed over its axes, in float32; those with the same axes in one go."""
     results = list(results)
     for some in dict.fromkeys(a for a in axes if a):
         chosen = [i for i, a in enumerate(axes) if a == some]
-        wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        summed = jax.lax.psum([wide(results[i]) for i in chosen], some)
-        for i, x in zip(chosen, summed):
-            results[i] = x.astype(results[i].dtype)
+        for i, x in zip(chosen, jax.lax.psum([_wide(results[i]) for i in chosen], some)):
+            results[i] = x
     return results
+
+
+def _scatter(x, axes):
+    """The part of this device's keys of a gradient summed over some axes."""
+    return jax.lax.psum_scatter(_wide(x), axes, scatter_dimension=x.ndim - 3, tiled=True)
 
 
 def _localise(call, operands, axes, shards):
@@ -235,6 +289,70 @@ def _transpose_tiles(visibility):
     return pack_bits(classes)[..., : -(-query_tiles // 32)]
 
 
+def partitioned_plan(run, mask, shape):
+    """``run(mask, shape)``, the arrays of a :class:`jax_dma.MaskPlan`, each part made where that of the mask is.
+
+    Args:
+      run: a function of a dense mask ``[*batch, N|K|1, T, S]`` and (T, S, N, K) to bits, tiles_by_query, tiles_by_key.
+      mask: the mask.
+      shape: (T, S, N, K).
+    """
+    T, S, N, K = shape
+    rank = len(mask.shape) - 3
+
+    def axes(mesh, mask):
+        """The mesh axes of each batch axis, of heads and of queries."""
+        spec, size_of = _spec(mask, mesh), lambda names: math.prod(mesh.shape[name] for name in names)
+        fits = lambda names, length: names if length % size_of(names) == 0 else ()
+        batch = [fits(names, length) for names, length in zip(spec, mask.shape[:rank])]
+        heads = fits(spec[-3], K) if mask.shape[-3] > 1 else ()
+        return batch, heads, spec[-2] if T % (size_of(spec[-2]) * queries_per_tile(N // K)) == 0 else ()
+
+    def results(mesh, mask):
+        batch, heads, rows = axes(mesh, mask)
+        named = lambda *trailing: NamedSharding(mesh, PartitionSpec(*(names or None for names in (*batch, *trailing))))
+        return named(heads, rows, ()), (named(heads, rows, ()), named(heads, rows, (), ()), named(heads, (), (), ()))
+
+    def partition(mesh, operands, _):
+        mesh = _some_mesh(mesh, operands)
+        _, heads, rows = axes(mesh, operands[0])
+        parts = lambda names: math.prod(mesh.shape[name] for name in names)
+
+        def shard(mask):
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                bits, by_query, by_key = run(mask, (T // parts(rows), S, N // parts(heads), K // parts(heads)))
+                if rows:  # XLA leaves this out where attention is split alike: it makes these of its own queries then
+                    by_query_of_all = jax.lax.all_gather(by_query, rows, axis=by_query.ndim - 3, tiled=True)
+                    by_key = _transpose_tiles(Visibility(tiles_by_query=by_query_of_all, tiles_by_key=by_key))
+                return bits, by_query, by_key
+
+        in_sharding, out_shardings = results(mesh, operands[0])
+        return mesh, shard, out_shardings, (in_sharding,)
+
+    whole = custom_partitioning(lambda mask: tuple(run(mask, shape)))
+    whole.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=lambda mesh, operands, _: results(_some_mesh(mesh, operands), operands[0])[1],
+        sharding_rule=lambda *_: _plan_rule(mask.shape, shape),
+        decode_shardings=False,
+    )
+    return list(whole(mask))
+
+
+def _plan_rule(mask, shape):
+    """What Shardy may propagate from a mask to its plan: batch axes, heads and queries, to their tiles as well."""
+    T, _, N, K = shape
+    batch, tile, heads = [f"b{i}" for i in range(len(mask) - 3)], queries_per_tile(N // K), mask[-3]
+    queries, sizes = ("(u r)", {"r": tile}) if T % tile == 0 and tile > 1 else ("u" if tile == 1 else "t", {})
+    if heads not in (1, K):
+        heads, sizes = "(k g)", {**sizes, "g": N // K}
+    else:
+        heads = "k"
+    term = lambda *factors: " ".join((*batch, *factors))
+    left, bits = term(heads, queries, "s"), term(heads, queries, "w")
+    return f"{left} -> {bits}, {term('k', 'u', 'p', 'x')}, {term('k', 'y', 'z', 'a')}", sizes
+
+
 def _sharding_rule(call, operands, backward):
     """What Shardy may propagate: an einsum over batch axes, queries and heads; every other axis stands for itself."""
     sizes = _sizes(operands)
@@ -246,14 +364,16 @@ def _sharding_rule(call, operands, backward):
         rank = len(sizes.batch)
         factors = [f"b{i}" if size == sizes.batch[i] > 1 else next(fresh) for i, size in enumerate(shape[:rank])]
         for letter, size in zip(_AXES[name], shape[rank:]):
-            known = {"t": "t", "n": heads.get(size)}.get(letter) if size > 1 else None
+            known = {"t": "t", "n": heads.get(size), "s": "s"}.get(letter) if size > 1 else None
             factors.append(known or next(fresh))
         return " ".join(factors)
 
     shapes = dict(zip(names, (x.shape for x in operands)))
-    left = ", ".join(term(name, x.shape) for name, x in zip(names, operands))
+    of_keys = {"k": "dk", "v": "dv"} if backward else {}  # so that gradients are split as their operands are
+    left = ", ".join(term(of_keys.get(name, name), x.shape) for name, x in zip(names, operands))
     # Results have every batch axis in full, but for dbias, which has those in full that vmap added.
-    full = {"q": 3, "k": 3, "v": 3, "bias": 3, "out": 3, "lse": 2}
+    full = {"q": 3, "dk": 3, "dv": 3, "bias": 3, "out": 3, "lse": 2}
+    shapes["dk"], shapes["dv"] = shapes["k"], shapes["v"]
     shapes["out"], shapes["lse"] = (sizes.T, sizes.N, shapes["v"][-1]), (sizes.T, sizes.N)
     shapes = {name: (*sizes.batch, *shapes[name][-rank:]) for name, rank in full.items() if name in shapes}
     if call.want_dbias:
@@ -262,6 +382,16 @@ def _sharding_rule(call, operands, backward):
     right = ", ".join(term(name, shapes[name]) for name in results)
     rule = f"{left} -> {right}"
     return rule, ({"g": sizes.N // sizes.K} if "(k g)" in rule else {})
+
+
+def without_shardings(rule):
+    """A lowering rule that is not shown explicit shardings: what it traces is split here, not by types."""
+
+    def lower(ctx, *values, **params):
+        plain = lambda avals: [a if a.sharding.mesh.manual_axes else ShapedArray(a.shape, a.dtype) for a in avals]
+        return rule(ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out)), *values, **params)
+
+    return lower
 
 
 @functools.cache

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_dma.checks import check_dense_mask
+from jax_dma import tiles
+from jax_dma.checks import check_bias, check_dense_mask
 from jax_dma.implementations import ffi
+from jax_dma.masks import top_k_operands
+from jax_dma.select import select
 from jax_dma.tiles import analyse, unpack_bits
 
 
@@ -69,6 +72,37 @@ def plan(mask, q, k):
         # Masks that are broadcast along queries or keys are small: plain JAX will do.
         run = plan_p.bind if min(mask.shape[-2:]) > 1 else analyse_all
         return MaskPlan(*run(mask, shape=(T, S, N, K)), T, S, N, K)
+
+
+def plan_top_k(bias, window, q, k, *, is_causal=False, mask=None):
+    """``plan(masks.dense_top_k(bias, window, is_causal=is_causal, mask=mask), q, k)`` without the bool array.
+
+    On a GPU the choice is written as bits, an eighth of the memory, and need not be read again to be packed::
+
+        chosen = jax_dma.plan_top_k(bias, 1024, q, k, is_causal=True)
+        out = jax_dma.attention(q, k, v, chosen, bias, is_causal=True)
+
+    Args:
+      bias: float ``[*batch|1, N|K|1, T, S]``, the scores. No gradient flows through the choice.
+      window: how many keys each query keeps, at least 1.
+      q: an array ``[*batch, T, N, H]``, or anything with its shape (``jax.ShapeDtypeStruct``).
+      k: an array ``[*batch, S, K, H]``, or anything with its shape.
+      is_causal: hide keys ``s > t + (S - T)``.
+      mask: optional bool that broadcasts against bias; False hides.
+
+    Returns:
+      A :class:`MaskPlan`, to be passed to ``attention`` as ``mask``.
+    """
+    bias, mask, window = top_k_operands(bias, window, mask)
+    check_bias(bias, q.shape, k.shape)
+    (T, N), (S, K) = q.shape[-3:-1], k.shape[-3:-1]
+    if bias.shape[-2:] != (T, S):
+        raise ValueError(f"bias must have all of [T, S] = {(T, S)} as its last axes, got {bias.shape}")
+    if S == 1:  # one word, which stands for all keys
+        return plan(select(bias, mask, window, causal=is_causal), q, k)
+    bits = select(bias, mask, window, causal=is_causal, packed=True)
+    with jax.named_scope("jax_dma.plan"):
+        return MaskPlan(bits, *tiles.tile_maps(bits, T, S, N, K), T, S, N, K)
 
 
 def analyse_all(mask, *, shape):

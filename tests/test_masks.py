@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dma import KeyIntervals, masks
+from jax_dma import KeyIntervals, masks, select
+from jax_dma.implementations import ffi
 
+# Plain JAX on the CPU; on a GPU, a kernel selects.
+on_each_platform = pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LENGTHS = [(9, 9), (5, 12), (12, 5), (1, 6), (6, 1)]  # (T, S)
 
 
@@ -216,6 +219,144 @@ def test_dense_top_k(dtype, T, S, window, is_causal, masked):
         may_see = np.broadcast_to(s <= p if is_causal else np.array(True), (T, S))
         may_see = may_see & mask[b, 0] if masked else may_see
         assert np.array_equal(chosen[b, n], kept(scores[b, n].astype(np.float64), window, may_see)), (b, n)
+
+
+def highest(scores, window, visible):
+    """What `kept` says, for all rows [..., S] at once."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        scores = np.asarray(scores).astype(np.float64)
+    nan = np.isnan(scores)
+    index = np.broadcast_to(np.arange(scores.shape[-1]), scores.shape)
+    order = np.lexsort((index, np.where(nan, 0, -scores) + 0.0, nan, ~visible))[..., :window]
+    result = np.zeros(scores.shape, bool)
+    np.put_along_axis(result, order, True, axis=-1)
+    return result & visible
+
+
+def scores_of_a_kind(rng, kind, shape, dtype):
+    if kind == "normal":
+        return rng.standard_normal(shape).astype(np.float32).astype(dtype)
+    if kind == "ties":
+        return rng.integers(-2, 3, shape).astype(dtype)
+    if kind == "equal":
+        return np.full(shape, -1.5, dtype)
+    if kind == "bits":  # NaN of either sign, subnormal numbers, everything
+        unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
+        return rng.integers(0, np.iinfo(unsigned).max, shape, unsigned, endpoint=True).view(dtype)
+    return nasty_scores(rng, shape).astype(dtype)
+
+
+@pytest.mark.parametrize(
+    "platform, S",
+    [("cpu", S) for S in (33, 1500)]
+    + [pytest.param("cuda", S, marks=pytest.mark.gpu) for S in (1, 31, 33, 1024, 4100, 8192, 16384, 40000, 140008)],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dense_top_k_of_rows_of_any_length(platform, S, dtype):
+    """On a GPU one warp a row, several, and several blocks; whole 16-byte chunks and not."""
+    rng = np.random.default_rng(S)
+    T = 2 if S > 10000 else 5
+    p, s = positions(T, S)
+    mask = rng.random((2, 1, S)) < 0.5
+    for window, is_causal, hidden in [(1, False, None), (S // 8 + 1, True, None), (S // 3 + 1, True, mask)]:
+        choose = jax.jit(lambda x, m: masks.dense_top_k(x, window, is_causal=is_causal, mask=m))
+        visible = np.broadcast_to(s <= p if is_causal else np.array(True), (2, T, S))
+        visible = visible if hidden is None else visible & hidden
+        for kind in ("normal", "ties", "equal", "nasty", "bits"):
+            scores = scores_of_a_kind(rng, kind, (2, T, S), jnp.dtype(dtype))
+            assert np.array_equal(choose(scores, hidden), highest(scores, window, visible)), (window, kind)
+
+
+@on_each_platform
+@pytest.mark.parametrize("T, S", [(1, 700), (300, 200), (257, 257)])
+def test_dense_top_k_with_masks_that_broadcast(platform, T, S):
+    rng = np.random.default_rng(T)
+    scores = scores_of_a_kind(rng, "ties", (2, 3, T, S), np.dtype(np.float32))
+    p, s = positions(T, S)
+    for shape in [(S,), (T, S), (2, 1, T, 1), (3, 1, S), (2, 1, 1, S), (2, 3, T, S), (1, 1)]:
+        mask = rng.random(shape) < 0.7
+        chosen = jax.jit(lambda x, m: masks.dense_top_k(x, 20, is_causal=True, mask=m))(scores, mask)
+        assert np.array_equal(chosen, highest(scores, 20, np.broadcast_to(mask & (s <= p), scores.shape))), shape
+
+
+@on_each_platform
+def test_dense_top_k_under_transformations(platform):
+    """vmap over either operand or both, scan, and shard_map."""
+    rng = np.random.default_rng(6)
+    scores, mask = nasty_scores(rng, (4, 3, 20, 50)), rng.random((4, 3, 20, 50)) < 0.6
+    call = lambda x, m: masks.dense_top_k(x, 7, is_causal=True, mask=m)
+    p, s = positions(20, 50)
+    want = lambda x, m: highest(x, 7, np.broadcast_to(m & (s <= p), x.shape))
+    assert np.array_equal(jax.jit(jax.vmap(call))(scores, mask), want(scores, mask))
+    assert np.array_equal(jax.jit(jax.vmap(call, (0, None)))(scores, mask[0]), want(scores, mask[0]))
+    assert np.array_equal(jax.jit(jax.vmap(call, (1, None), 1))(scores, mask[:, 0]), want(scores, mask[:, :1]))
+    one = np.broadcast_to(scores[:1], scores.shape)
+    assert np.array_equal(jax.jit(jax.vmap(call, (None, 0)))(scores[0], mask), want(one, mask))
+    _, scanned = jax.lax.scan(lambda c, x: (c, call(*x)), None, (scores, mask))
+    assert np.array_equal(scanned, want(scores, mask))
+    devices = jax.devices(platform)[:4]
+    mesh = jax.sharding.Mesh(np.array(devices), "d")
+    for specs in [(jax.P("d"), jax.P("d")), (jax.P("d"), jax.P())]:
+        m = mask if specs[1] else mask[:1]
+        sharded = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=jax.P("d")))(scores, m)
+        assert np.array_equal(sharded, want(scores, m))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("mask_shape", [None, (4, 2, 8, 40), (4, 1, 1, 40), (1, 2, 8, 1)])
+def test_rows_are_split_over_a_mesh(mask_shape, is_causal):
+    """What wraps the kernel, around plain JAX here: no shard holds another's scores, nothing is gathered."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 2, 2), ("a", "b", "c"))
+    rng = np.random.default_rng(7)
+    scores = nasty_scores(rng, (4, 2, 8, 40))
+    mask = None if mask_shape is None else rng.random(mask_shape) < 0.6
+    split = jax.P("a", "b", None if is_causal else "c")
+    local = set()
+
+    def run(*operands):
+        local.add(operands[0].shape)
+        return select._select_plain(*operands, window=6, causal=is_causal, packed=False)
+
+    def choose(scores, mask):
+        operands = [x for x in (scores, mask) if x is not None]
+        return select._split_rows(run, is_causal, *operands)[0]
+
+    put = lambda x: jax.device_put(x, jax.NamedSharding(mesh, split))
+    compiled = jax.jit(choose).lower(put(scores), mask).compile()
+    chosen = compiled(put(scores), mask)
+    p, s = positions(8, 40)
+    visible = np.broadcast_to((s <= p if is_causal else True) & (True if mask is None else mask), scores.shape)
+    assert np.array_equal(chosen, highest(scores, 6, visible))
+    assert chosen.sharding.is_equivalent_to(jax.NamedSharding(mesh, split), 4)
+    assert (2, 1, 8 if is_causal else 4, 40) in local and "all-gather" not in compiled.as_text()
+
+
+def test_dense_top_k_keeps_an_explicit_sharding():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:4])
+    scores = nasty_scores(np.random.default_rng(8), (4, 6, 9))
+    with jax.set_mesh(mesh):
+        spec = jax.P("a", None, None)
+        sharded = jax.device_put(scores, jax.NamedSharding(mesh, spec))
+        chosen = jax.jit(lambda x: masks.dense_top_k(x, 3, is_causal=True))(sharded)
+        assert jax.typeof(chosen).sharding.spec == spec
+    p, s = positions(6, 9)
+    assert np.array_equal(chosen, highest(scores, 3, np.broadcast_to(s <= p, scores.shape)))
+
+
+def test_dense_top_k_is_plain_jax_where_there_is_no_kernel_for_it():
+    """Other platforms than CUDA, kernels not built, other precisions, and where there is nothing to search."""
+
+    def has_kernel(platform, dtype, window=3):
+        call = jax.jit(lambda x: masks.dense_top_k(x, window, is_causal=True))
+        lowered = call.trace(jax.ShapeDtypeStruct((2, 8, 16), dtype)).lower(lowering_platforms=(platform,))
+        return "jax_dma_select" in lowered.as_text()
+
+    built = ffi.load("cuda") is None
+    assert not has_kernel("cpu", jnp.float32) and not has_kernel("tpu", jnp.bfloat16)
+    assert all(has_kernel("cuda", dtype) == built for dtype in (jnp.float32, jnp.bfloat16, jnp.float16))
+    assert not has_kernel("cuda", jnp.float32, window=16) and not has_kernel("cuda", jnp.float8_e4m3fn)
+    with jax.enable_x64(True):
+        assert not has_kernel("cuda", jnp.float64)
 
 
 def test_dense_top_k_in_double_precision():

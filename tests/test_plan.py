@@ -156,3 +156,38 @@ def test_planning_inside_jit(implementation):
     )
     outside = jax.jit(lambda q, k, v, m: jax_dma.attention(q, k, v, m, implementation=implementation))
     assert np.array_equal(inside(*inputs[:4]), outside(*inputs[:4]))
+
+
+@on_each_platform
+@pytest.mark.parametrize(
+    "T, S, dtype, pattern, masked",
+    [(100, 300, "float32", "BKTS", False), (70, 1000, "bfloat16", "1NTS", True), (1, 513, "float16", "B1TS", False)]
+    + [(40, 1, "float32", "BKTS", False), (9, 9000, "float32", "11TS", True), (700, 128, "bfloat16", "11TS", False)],
+)
+def test_top_k_planned_at_once(platform, T, S, dtype, pattern, masked):
+    """The same plan as that of the bool mask, whatever the lengths; also under vmap."""
+    case = Case((2,), T, S, 4, 2, 8)
+    rng = np.random.default_rng(T)
+    bias = rng.integers(-3, 4, case.shape(pattern)).astype(jnp.dtype(dtype))
+    mask = rng.random((T, S)) < 0.7 if masked else None
+    window = max(1, S // 5)
+    options = dict(is_causal=True, mask=mask)
+    at_once = lambda x: jax_dma.plan_top_k(x, window, *shapes(case), **options)
+    in_turn = lambda x: jax_dma.plan(jax_dma.masks.dense_top_k(x, window, **options), *shapes(case))
+    assert_same_plan(jax.jit(at_once)(bias), jax.jit(in_turn)(bias))
+    if T == 70:
+        stacked = np.stack([bias, -bias])
+        assert_same_plan(jax.jit(jax.vmap(at_once))(stacked), jax.jit(jax.vmap(in_turn))(stacked))
+
+
+def assert_same_plan(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+        assert x.dtype == y.dtype and np.array_equal(x, y)
+
+
+def test_top_k_is_planned_for_whole_scores_only():
+    case = Case((2,), 10, 20, 4, 2, 8)
+    for shape in [(2, 2, 1, 20), (2, 2, 10, 1), (2, 3, 10, 20)]:
+        with pytest.raises(ValueError, match="bias"):
+            jax_dma.plan_top_k(np.zeros(shape, np.float32), 2, *shapes(case))

@@ -1,6 +1,7 @@
-"""Inside ``jax.shard_map``, data- and head-sharded: values and all gradients are those of one device."""
+"""Inside ``jax.shard_map``, manual axes: values and all gradients are those of one device."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
+import jax_dma
 import oracle
 from cases import Case, as_jax_mask, make
+from meshes import MESHES, assert_same, collectives, make_mesh, operands_of, put, specs_of
 from support import TOLERANCE, assert_close, attend, fit, judge, relative_error, values_and_gradients, weighted_sum
 
 CASE = Case((4,), 33, 140, 8, 4, 16)
@@ -169,6 +172,67 @@ def test_vmap_inside_shard_map(implementation, mesh):
     out, lse = jax.jit(sharded)(*inputs[:5])
     want = judge(case, inputs)
     assert_close(oracle.Results(np.asarray(out), np.asarray(lse)), oracle.Results(want.out, want.lse), case.dtype)
+
+
+BIASES = ["BNTS", "1NTS", "BKTS", "11TS", "1N1S", "B11S", "1111", None]
+MASKS = [None, "B1TS", "1NTS", "B11S", "11T1"]
+COMBINATIONS = [
+    (name, bias, MASKS[(i + j) % len(MASKS)], (i + j) % 2 == 0)
+    for (i, name), (j, bias) in itertools.product(enumerate(MESHES), enumerate(BIASES))
+]
+
+
+def through_shard_map(mesh, case, inputs, split, **options):
+    """(values and gradients, compiled) through a shard_map over some axes of a mesh; queries may be split, keys not."""
+    specs = specs_of(case, inputs, split, whole=False)
+    manual = options.get("axis_names", set(mesh.axis_names))
+    names = lambda axis: (axis,) if isinstance(axis, str) else axis or ()
+    of = lambda spec: P(*(tuple(a for a in names(axis) if a in manual) or None for axis in spec))
+    mask_spec, *in_specs = [jax.tree.map(of, spec, is_leaf=lambda x: isinstance(x, P)) for spec in specs[:5]]
+    out_specs = tuple(map(of, specs[5:]))
+
+    def run(mask, q, k, v, bias, dout, dlse):
+        body = lambda mask, q, k, v, *bias: jax_dma.attention(q, k, v, mask, *bias, return_lse=True, **case.options)
+        biases, chosen = ([], in_specs[:3]) if bias is None else ([bias], in_specs)
+        function = jax.shard_map(body, mesh=mesh, in_specs=(mask_spec, *chosen), out_specs=out_specs, **options)
+        values, vjp = jax.vjp(functools.partial(function, mask), q, k, v, *biases)
+        return *values, *vjp((dout, dlse))
+
+    operands = put(mesh, operands_of(inputs), specs)
+    compiled = jax.jit(run).lower(*operands).compile()
+    return compiled(*operands), compiled
+
+
+@pytest.fixture
+def eight_devices():
+    if len(jax.devices("cpu")) < 8:
+        pytest.skip("needs eight devices")
+
+
+@pytest.mark.parametrize("name, bias, mask, check_vma", COMBINATIONS)
+def test_every_mesh_and_pattern(eight_devices, name, bias, mask, check_vma):
+    """Fully manual: nothing is moved but sums of the gradients of operands that several devices have."""
+    sizes, split, batch = MESHES[name]
+    case = Case(batch, 32, 140, 8, 2, 16, bias=bias, mask=mask)
+    inputs = make(case)
+    got, compiled = through_shard_map(make_mesh(sizes), case, inputs, split, check_vma=check_vma)
+    assert_same(got, judge(case, inputs))
+    *of_batch, queries, heads = split
+    split_by = list(zip((*of_batch, heads, queries), () if bias is None else case.shape(bias)))
+    summed = 2 * (queries is not None) + any(size == 1 and axis is not None for axis, size in split_by)
+    found = collectives(compiled)  # XLA may do several sums in one
+    assert set(found) == ({"all-reduce"} if summed else set()) and found.get("all-reduce", 0) <= summed
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("bias, mask", [("1NTS", "B1TS"), ("BKTS", None)])
+def test_partly_manual(eight_devices, name, bias, mask):
+    """Manual over some mesh axes, automatic over the others: right, but the others' parts are gathered."""
+    sizes, split, batch = MESHES[name]
+    case = Case(batch, 32, 140, 8, 2, 16, bias=bias, mask=mask)
+    inputs = make(case)
+    got, _ = through_shard_map(make_mesh(sizes), case, inputs, split, axis_names={"d"})
+    assert_same(got, judge(case, inputs))
 
 
 def test_operands_whose_types_differ_are_refused_below():

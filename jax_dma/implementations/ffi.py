@@ -114,6 +114,12 @@ def _result(shape, dtype, like):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
 
 
+def custom_call(name, results, *operands, **attributes):
+    """The results, of the given (shape, dtype)s, of a CUDA kernel that takes these arrays and integers."""
+    results = [_result(shape, dtype, operands[0]) for shape, dtype in results]
+    return jax.ffi.ffi_call(f"jax_dma_{name}", results)(*operands, **{n: np.int64(x) for n, x in attributes.items()})
+
+
 def _pad_channels(name, x):
     """Rows of a multiple of 16 bytes, which the CUDA kernels load whole; other head dimensions are copied once."""
     pad = -x.shape[-1] % 8 if name == "cuda" else 0
@@ -128,8 +134,7 @@ def _kernel_head_dim(H, Hv):
 def plan(mask, T, S, N, K):
     """The analysis of a dense mask [*batch, N|K|1, T, S] by the CUDA kernel; see :func:`jax_dma.tiles.analyse`."""
     types = jax.eval_shape(lambda mask: analyse(mask, T, S, N, K), jax.ShapeDtypeStruct(mask.shape, jnp.bool_))
-    results = [_result(x.shape, x.dtype, mask) for x in types]
-    return jax.ffi.ffi_call("jax_dma_plan", results)(mask, num_heads=np.int64(N), num_kv_heads=np.int64(K))
+    return custom_call("plan", [(x.shape, x.dtype) for x in types], mask, num_heads=N, num_kv_heads=K)
 
 
 def forward(name, *operands, call):

@@ -22,6 +22,7 @@
 #pragma once
 
 #include "../live_tiles.cuh"
+#include "../tile_order.h"
 #include "logits.cuh"
 #include "tile.cuh"
 
@@ -73,8 +74,9 @@ struct BackwardScratch {
   int* turn;          // [B, K, row tiles]: under `deterministic`, how many key tiles have added to dq
   float* dbias;       // f32, dbias's shape, where several blocks add to one element; otherwise null
   int64_t rows;       // per (batch entry, key/value head)
-  // The blocks of a launch: `heads` (batch entry, key/value head)s from first_head on, key tiles from first_part on.
-  int heads, first_head, first_part;
+  // The blocks of a launch: (batch entry, key/value head)s from first_head on, key tiles from first_part on.
+  TileOrder order;
+  int first_head, first_part;
 };
 
 // How this block's dbias leaves it.
@@ -260,8 +262,8 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
   const int tile_queries = queries_per_tile(p.G), queries = tile_queries / kQueryParts;
   // The first keys of all heads first, because under a causal mask the most queries see them, and a long block that
   // starts late is waited for.
-  const int part = scratch.first_part + blockIdx.x / scratch.heads,
-            head = scratch.first_head + blockIdx.x % scratch.heads;
+  const auto place = scratch.order.at(blockIdx.x);
+  const int part = scratch.first_part + place.tile, head = scratch.first_head + place.head;
   const int key = part * kKeys, key_tile = part / kKeyParts;
   __shared__ BlockOperands<T> operands;
   __shared__ RowTable<kRows> table;

@@ -16,6 +16,7 @@
 #pragma once
 
 #include "../live_tiles.cuh"
+#include "../tile_order.h"
 #include "logits.cuh"
 #include "tile.cuh"
 
@@ -42,7 +43,7 @@ struct ForwardShape {
 
 template <class T, int kHeadDim, class MaskKind, class BiasKind>
 __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
-    jax_dma_sm80_forward(const __grid_constant__ Problem p, bool bias_aligned) {
+    jax_dma_sm80_forward(const __grid_constant__ Problem p, const __grid_constant__ TileOrder order, bool bias_aligned) {
   using Shape = ForwardShape<kHeadDim>;
   constexpr Mask kMask = MaskKind::kind;
   constexpr Bias kBias = BiasKind::kind;
@@ -67,10 +68,8 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
   // Which tile: the last queries of all heads first, because under a causal mask they see the most keys, and a long
   // block that starts late is waited for.
   const int tile_queries = queries_per_tile(p.G), queries = tile_queries / kQueryParts;
-  const int tiles = static_cast<int>(ceil_div(p.T, queries)), heads = static_cast<int>(gridDim.x) / tiles,
-            head = blockIdx.x % heads;
-  const int t0 = (tiles - 1 - static_cast<int>(blockIdx.x) / heads) * queries,
-            t1 = min(t0 + queries, static_cast<int>(p.T));
+  const auto [tile, head] = order.at(blockIdx.x);
+  const int t0 = (order.tiles - 1 - tile) * queries, t1 = min(t0 + queries, static_cast<int>(p.T));
   __shared__ BlockOperands<T> operands;
   __shared__ RowTable<kRows> table;
   if (threadIdx.x == 0) operands.fill(p, head / p.K, head % p.K);

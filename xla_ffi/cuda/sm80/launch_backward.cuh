@@ -28,7 +28,7 @@ cudaError_t launch_backward_shape(const Problem& p, const BackwardBuffers& buffe
                           buffers.turn,
                           buffers.dbias,
                           ceil_div(p.T, queries) * Shape::kRows,
-                          0,
+                          {},
                           0,
                           0};
   const int64_t rows = p.B * p.K * scratch.rows;
@@ -48,16 +48,17 @@ cudaError_t launch_backward_shape(const Problem& p, const BackwardBuffers& buffe
   // Blocks that add to one element of dbias are launched one after another where the order of additions must be fixed.
   const int parts = static_cast<int>(ceil_div(p.S, Shape::kKeys)), heads = static_cast<int>(p.B * p.K);
   const bool in_order = p.deterministic && buffers.dbias != nullptr;
-  scratch.heads = in_order ? 1 : heads;
-  const int parts_per_launch = in_order && p.dbias.col == 0 ? 1 : parts;
-  for (scratch.first_head = 0; scratch.first_head < heads; scratch.first_head += scratch.heads)
+  const int heads_per_launch = in_order ? 1 : heads, parts_per_launch = in_order && p.dbias.col == 0 ? 1 : parts;
+  const int64_t shared_bytes = p.T * p.G * ((p.H + p.Hv) * 2 + kHeadDim * 4);  // q, dout and dq of a head
+  scratch.order = tile_order(parts_per_launch, heads_per_launch, shared_bytes, processors());
+  for (scratch.first_head = 0; scratch.first_head < heads; scratch.first_head += heads_per_launch)
     for (scratch.first_part = 0; scratch.first_part < parts && error == cudaSuccess;
          scratch.first_part += parts_per_launch)
       error = with_kinds(p, [&](auto mask, auto bias) {
         using MaskKind =
             std::conditional_t<kSmall, dense_mask, decltype(mask)>;  // small shapes are compiled once for all masks
         return launch(jax_dma_sm80_backward<T, kHeadDim, kSmall, MaskKind, decltype(bias)>,
-                      int64_t{parts_per_launch} * scratch.heads, Shape::kThreads, Shape::shared_bytes(p, ahead), stream,
+                      int64_t{parts_per_launch} * heads_per_launch, Shape::kThreads, Shape::shared_bytes(p, ahead), stream,
                       p, scratch, dbias_mode_of(p), bias_is_aligned(p, p.bias), bias_is_aligned(p, p.dbias), ahead);
       });
   if (error == cudaSuccess && rows > 0)

@@ -31,6 +31,13 @@ inline bool bias_is_aligned(const Problem& p, const View& view) {
   return aligned;
 }
 
+// Multiprocessors of the current device; some number where it does not say.
+inline int processors() {
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return std::max(count, 1);
+}
+
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared, cudaStream_t stream,
                    Arguments... arguments) {

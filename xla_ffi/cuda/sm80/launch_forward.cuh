@@ -13,7 +13,8 @@ cudaError_t launch_forward(const Problem& p, cudaStream_t stream) {
     using Shape = ForwardShape<kHeadDim>;
     const int64_t tiles = ceil_div(p.T, queries_per_tile(p.G) * Shape::kRows / kTileRows);
     return launch(jax_dma_sm80_forward<T, kHeadDim, decltype(mask), decltype(bias)>, tiles * p.K * p.B, Shape::kThreads,
-                  Shape::shared_bytes(p, bias.kind), stream, p, bias_is_aligned(p, p.bias));
+                  Shape::shared_bytes(p, bias.kind), stream, p,
+                  tile_order(tiles, p.K * p.B, p.S * (p.H + p.Hv) * 2, processors()), bias_is_aligned(p, p.bias));
   });
 }
 

@@ -1,0 +1,64 @@
+// Lists of the keys that runs of consecutive queries see, and rows taken by them; see jax_dma/kept_keys.py.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "../../common/problem.h"
+
+namespace jax_dma::kept_keys {
+
+// Where a batch entry lies in an operand of which each batch axis is 1 or full: strides are 0 where it is 1.
+struct BatchOffset {
+  int rank = 0;
+  int64_t size[kMaxBatchDims + 1] = {}, stride[kMaxBatchDims + 1] = {};
+
+  JAX_DMA_HOST_DEVICE int64_t operator()(int64_t batch) const {
+    int64_t offset = 0;
+    for (int axis = rank - 1; axis >= 0; --axis) {
+      offset += batch % size[axis] * stride[axis];
+      batch /= size[axis];
+    }
+    return offset;
+  }
+};
+
+struct ListsProblem {
+  const int32_t *start, *end;  // [outer, heads, S]
+  int64_t outer, T, S;
+  int heads, R, runs, length;
+  int32_t *keys, *first, *last;  // [outer, runs, heads, length]
+  int32_t* counts;               // [outer, runs, heads, 2]: keys seen by the whole run, keys in all
+  // Scratch: the keys that any query sees, in order; per 128 of them, smallest start and largest end; how many there
+  // are in each chunk of kChunk keys, and in all.
+  int32_t* entries;       // [outer, heads, S]
+  int2* bounds;           // [outer, heads, groups]
+  int32_t* chunk_counts;  // [outer, heads, chunks + 1]
+};
+constexpr int kChunk = 4096, kGroup = 128;
+cudaError_t launch_lists(const ListsProblem& problem, cudaStream_t stream);
+
+struct TakeProblem {
+  const int32_t* keys;  // [batch, runs, key_heads, length]
+  const void* x;        // [batch, S, x_heads, row bytes]
+  void* rows;           // [batch, runs, length, heads, row bytes]
+  BatchOffset keys_at, x_at;  // in elements of keys, and in rows of x
+  int64_t outer, S;
+  int runs, length, key_heads, x_heads, heads, row_bytes;
+};
+cudaError_t launch_take(const TakeProblem& problem, cudaStream_t stream);
+
+struct SumProblem {
+  const int32_t *keys, *counts;  // as made by launch_lists
+  const int32_t *start, *end;    // [batch, key_heads, S]
+  const void* rows;              // [batch, runs, length, heads, channels]
+  void* sums;                    // [batch, S, heads, channels]
+  BatchOffset keys_at, counts_at, start_at;
+  DType rows_type, sums_type;
+  int64_t outer, T, S;
+  int R, runs, length, key_heads, heads, channels;
+};
+cudaError_t launch_sum(const SumProblem& problem, cudaStream_t stream);
+
+}  // namespace jax_dma::kept_keys

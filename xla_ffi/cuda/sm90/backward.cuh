@@ -1,0 +1,1290 @@
+// Backward attention for Hopper: wgmma, TMA, warp specialisation.
+//
+// One block per (tile of 128 keys, key/value head, batch entry). It walks the live query tiles of its keys, 64 rows
+// (64 / G queries x G heads, head fastest) at a time, with keys along M, so that p^T and ds^T stay in registers as the
+// A operand of dv and dk:
+//
+//   s^T = k q^T, p^T = exp2(logits - lse)       dp^T = v dout^T, ds^T = p^T (dp^T - delta)
+//   dv += p^T dout, dk += ds^T q                dq += ds k (f32, bulk reduce-add), dbias = ds summed over what was
+//   broadcast
+//
+// Warps. 0: TMA of k, v, q, dout, row statistics. 1: mask bits and bias. 2 and 3: dq and dbias of a consumer warpgroup
+// each, from shared memory to device memory. 4 to 7 and 8 to 11: 64 keys each, and one half of dq's channels.
+//
+// The products of a tile are issued in the order s, dp, dv, dk, dq, and s of the next tile behind them: exponentials run
+// beside dp, ds and dbias beside dv and dk, and the way out of dq beside the next s.
+//
+// Shared memory, head dim 128: k, v 64 KB; two stages of q, dout 64 KB; ds 16 KB; dq on its way out 32 KB; two stages of
+// row statistics 1 KB; one or two of bits (<= 1 KB) and bias (64 rows at most: 16 KB, f32 32 KB); dbias on its way out.
+#pragma once
+
+#include "../live_tiles.cuh"
+#include "../sm80/logits.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+#ifndef LATE
+#define LATE false
+#endif
+#ifndef WIDE_P
+#define WIDE_P 40
+#define WIDE_C 232
+#endif
+#ifndef NARROW_P
+#define NARROW_P 40
+#define NARROW_C 232
+#endif
+#ifndef PACKED
+#define PACKED (kHeadDim == 128)
+#endif
+
+namespace jax_dma::sm90 {
+
+using sm80::Bias;
+using sm80::BlockOperands;
+using sm80::kLarge;
+using sm80::Mask;
+
+constexpr int kRows = 64;  // of a tile
+constexpr int kKeys = kKeyTile;
+constexpr int kQueryParts = kTileRows / kRows;
+constexpr int kThreads = 384, kConsumers = 256;
+
+template <int kHeadDim>
+struct BackwardShape {
+  static constexpr int kPanels = kHeadDim / 64;  // tiles are panels of 64 channels, rows of 128 bytes, swizzled
+  static constexpr int kKVPanel = kKeys * 128, kQPanel = kRows * 128;
+  static constexpr int kKVBytes = kPanels * kKVPanel, kQBytes = kPanels * kQPanel;
+  static constexpr int kDSBytes = kKeys * 128;  // [key][row]
+  static constexpr int kDQRegs = kHeadDim / 4;  // of a thread: 64 rows x half the channels over a warpgroup
+  static constexpr int kDQBytes = kRows * kHeadDim / 2 * 4;  // of a warpgroup
+  static constexpr int kDS = 2 * kKVBytes + 4 * kQBytes, kDQ = kDS + kDSBytes, kStats = kDQ + 2 * kDQBytes,
+                       kLogits = kStats + 2 * 8 * kRows;
+};
+
+// How this block's dbias leaves it.
+enum class DBias : int {
+  kNone,
+  kKey,       // bias per key: row sums of ds^T, kept in registers
+  kPerQuery,  // sum over the group, one row per query
+  kPerRow,    // one row per (query, head)
+  kPerHead,   // bias [.., N, 1, S]: sum over queries, one row per head
+};
+
+// What the host works out for a call. Offsets and sizes are in bytes of shared memory.
+struct BackwardPlan {
+  // The blocks of a launch: `heads` (batch entry, key/value head)s from first_head on, `parts` key tiles from first_part
+  // on; `chunk` heads are at work together.
+  int heads, first_head, parts, first_part, chunk;
+  // Bits, bias and dbias have a row for each 1 << shift rows of a tile. Bias and dbias are panels of 128 bytes of keys,
+  // swizzled as TMA does: 16-byte chunk c of row r lies at c ^ (r % 8).
+  int bits_shift, bias_shift, dbias_shift;
+  int group_shift;  // log2(G), or -1 if a row's query is not row >> group_shift for groups up to 8
+  int bits_at, bits_stage, bias_at, bias_stage, bias_panel, dbias_at, dbias_panel;
+  int logit_stages;  // of bits and bias
+  int zero_queries;  // of a box of zeros; 0: a tile's
+  int shared;        // bytes in all
+  DBias dbias;
+  bool bias_by_tma, bias_aligned, bias_batch;
+  bool dbias_by_tma, dbias_f32, dbias_pairs, dbias_batch;  // pairs: two keys at a time are aligned
+};
+
+// Scratch of the backward pass; rows are in tile order (tile * kRows + row).
+struct BackwardScratch {
+  float* row_stats;  // [B, K, tiles, 2, kRows]: log-sum-exp (+inf where the row sees nothing or is padding; times
+                     // log2(e) if there is no bias), delta
+  float* dq;         // [B, K, tiles, kRows * head dim], fragment order
+  int* turn;         // [B, K, tiles, 2]: under `deterministic`, how many key tiles have added to a half of dq
+  float* dbias;      // f32, dbias's shape, where several blocks add to one element; otherwise null
+  int64_t tiles;     // of 64 rows, per (batch entry, key/value head)
+};
+
+// q and dout: [batch, position, head, channel] in boxes of a tile's rows; k and v: boxes of 128 keys. The batch
+// coordinate of a batch entry is its offset divided by `entry`.
+struct BackwardMaps {
+  CUtensorMap q, dout, k, v, bias, dbias, zeros;  // zeros: dbias, in boxes as large as dq on its way out
+  int64_t q_entry, dout_entry, k_entry, v_entry;
+};
+
+__device__ __forceinline__ void store_value(void* base, int64_t index, float value, DType dtype) {
+  if (dtype == DType::kF32) static_cast<float*>(base)[index] = value;
+  else if (dtype == DType::kBF16) static_cast<__nv_bfloat16*>(base)[index] = __float2bfloat16(value);
+  else static_cast<__half*>(base)[index] = __float2half(value);
+}
+
+// Query (low half) and head (high half) of each row of a tile; rows past queries x heads repeat the last query.
+struct Rows {
+  uint32_t packed[kRows];
+
+  __device__ int query(int row) const { return packed[row] & 0xffff; }
+  __device__ int head(int row) const { return packed[row] >> 16; }
+};
+
+// The live tiles of 64 rows of a key tile, backwards from plan tile `start` and then from the last one.
+struct Walk {
+  int start, words, done = 0, tile = 0, parts = 0;
+  uint32_t seen = 0, full = 0;
+  bool tile_full = false;
+
+  __device__ Walk(const Problem& p, int start)
+      : start(start), words(static_cast<int>(ceil_div(p.query_tiles, kTilesPerWord))) {}
+
+  template <class T>
+  __device__ int next(const Problem& p, const BlockOperands<T>& operands, int key_tile) {
+    const int tile_queries = queries_per_tile(p.G), queries = tile_queries / kQueryParts;
+    while (true) {
+      while (parts > 0) {
+        const int index = tile * kQueryParts + --parts;
+        const int t0 = index * queries, t1 = min(t0 + queries, static_cast<int>(p.T));
+        if (t0 >= static_cast<int>(p.T)) continue;
+        // Turns count whole tiles, so that every block can tell its own.
+        if (p.deterministic || !p.causal || key_tile * kKeys <= t1 - 1 + static_cast<int>(p.causal_offset()))
+          return index;
+      }
+      while (seen == 0) {
+        if (done > words) return -1;
+        const TileWord loaded = query_tiles_word(p, operands, key_tile, word_of(done), tile_queries);
+        seen = loaded.seen, full = loaded.full;
+        const uint32_t begun = ~0u >> (kTilesPerWord - 1 - start % kTilesPerWord);  // up to `start`
+        if (done == 0) seen &= begun;
+        if (done == words) seen &= ~begun;
+        ++done;
+      }
+      const int bit = 31 - __clz(seen);
+      seen &= ~(1u << bit);
+      tile_full = (full >> bit) & 1;
+      tile = word_of(done - 1) * kTilesPerWord + bit;
+      parts = kQueryParts;
+    }
+  }
+  __device__ int word_of(int step) const {
+    const int word = start / kTilesPerWord - step;
+    return word < 0 ? word + words : word;
+  }
+};
+
+// What a consumer is told about a tile, beside q, dout and row statistics.
+struct TileInfo {
+  int tile;  // -1: there are no more
+  int hidden;
+};
+constexpr int kTestBits = 1, kTestPosition = 2;  // positions hidden by mask bits; by S, causality or intervals
+
+struct BackwardShared {
+  Rows rows;
+  TileInfo info[2];
+  uint64_t kv_full, q_full[2], q_free[2], dout_full[2], dout_free[2], logits_full[2], logits_free[2], ds_free;
+  uint64_t dq_full[2], dq_free[2], dbias_full[2], dbias_free[2];  // of a warpgroup
+  int q_batch, dout_batch, k_batch, v_batch;  // coordinates in the tensor maps
+  int start;                                  // plan tile that this block begins with
+  int64_t dk, dv;                             // offsets of this block's
+};
+
+// Mask bits and bias of one tile into shared memory, by one warp.
+template <class T, Mask kMask, Bias kBias>
+__device__ __forceinline__ void load_logits(const Problem& p, const BackwardPlan& plan,
+                                            const BlockOperands<T>& operands, const Rows& rows, uint32_t bits_tile,
+                                            uint32_t bias_tile, int t0, int key, bool bits) {
+  const int lane = threadIdx.x % 32;
+  if (kMask == Mask::kBits && bits) {
+    const bool per_head = p.bits.group != 0;
+#pragma unroll 1
+    for (int r = lane; r < kRows >> plan.bits_shift; r += 32) {
+      const int row = r << plan.bits_shift, query = rows.query(row), head = per_head ? rows.head(row) : 0;
+      const bool inside = t0 + query < static_cast<int>(p.T);
+      const uint32_t* source =
+          operands.bits + (inside ? (t0 + query) * p.bits.row + head * p.bits.group + (key / 32) * p.bits.col : 0);
+      if (p.bits.col != 0) {
+        ptx::copy_async_16(bits_tile + 16 * r, source, inside ? 16 : 0);
+      } else {  // one word stands for all keys
+        const uint32_t word = inside ? *source : 0;
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(bits_tile + 16 * r), "r"(word) : "memory");
+      }
+    }
+  }
+  if (kBias == Bias::kTile && !plan.bias_by_tma) {
+    const bool per_head = p.bias.group != 0;
+    const int bytes = p.bias_dtype == DType::kF32 ? 4 : 2, per_chunk = 16 / bytes, row_shift = bytes == 4 ? 5 : 4;
+    const int chunk = lane & ((1 << row_shift) - 1), c = key + chunk * per_chunk;
+    const int keys = max(min(static_cast<int>(p.S) - c, per_chunk), 0);
+#pragma unroll 2
+    for (int r = lane >> row_shift; r < kRows >> plan.bias_shift; r += 32 >> row_shift) {
+      const int row = r << plan.bias_shift, query = rows.query(row), head = per_head ? rows.head(row) : 0;
+      const int valid = t0 + query < static_cast<int>(p.T) ? keys : 0;
+      const char* source =
+          operands.bias + (valid ? ((t0 + query) * p.bias.row + head * p.bias.group + c * p.bias.col) * bytes : 0);
+      const uint32_t target = bias_tile + chunk / 8 * plan.bias_panel + r * 128 + (((chunk ^ r) & 7) << 4);
+      if (plan.bias_aligned) {
+        ptx::copy_async_16(target, source, valid * bytes);
+      } else {
+#pragma unroll 1
+        for (int e = 0; e < per_chunk; ++e) {
+          if (bytes == 4) {
+            const uint32_t value = e < valid ? reinterpret_cast<const uint32_t*>(source)[e * p.bias.col] : 0;
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(target + 4 * e), "r"(value) : "memory");
+          } else {
+            const uint16_t value = e < valid ? reinterpret_cast<const uint16_t*>(source)[e * p.bias.col] : 0;
+            asm volatile("st.shared.u16 [%0], %1;" ::"r"(target + 2 * e), "h"(value) : "memory");
+          }
+        }
+      }
+    }
+  }
+}
+
+// The lane, as something new in each iteration of a loop: addresses made of it are not kept in registers meanwhile.
+__device__ __forceinline__ int fresh_lane() {
+  int lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));
+  return lane;
+}
+
+// x = x * factor + bias^T, from a tile in shared memory. `key`: the first of this warp's 16, in the tile.
+template <class T>
+__device__ __forceinline__ void add_bias(float (&x)[32], const Problem& p, const BackwardPlan& plan, uint32_t tile,
+                                         int key, float factor) {
+  const int lane = fresh_lane(), shift = plan.bias_shift;
+  if (p.bias_dtype == DType::kF32) {
+    tile += key / 32 * plan.bias_panel;
+#pragma unroll
+    for (int c = 0; c < 8; ++c)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int r = (8 * c + 2 * (lane % 4) + (e & 1)) >> shift, k = key % 32 + lane / 4 + 4 * (e & 2);
+        float value;
+        asm volatile("ld.shared.f32 %0, [%1];"
+                     : "=f"(value)
+                     : "r"(tile + r * 128 + (((k / 4) ^ (r & 7)) << 4) + (k % 4) * 4));
+        x[4 * c + e] = fmaf(x[4 * c + e], factor, value);
+      }
+    return;
+  }
+  // ldmatrix gives each lane the address of a row of 8 keys and, transposed, two rows of one key.
+  const auto add = [&](auto element) {
+    using Element = decltype(element);
+    const int chunk = key % 64 / 8 + (lane / 8) % 2;
+    const uint32_t panel = tile + key / 64 * plan.bias_panel;
+#pragma unroll
+    for (int c = 0; c < 8; c += 2) {
+      const int r = (8 * (c + lane / 16) + lane % 8) >> shift;
+      uint32_t pair[4];
+      ptx::load_matrix_transposed(pair, panel + r * 128 + ((chunk ^ (r & 7)) << 4));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 b = ptx::unpack<Element>(pair[i]);
+        float* const y = x + 4 * c + 2 * i;
+        y[0] = fmaf(y[0], factor, b.x), y[1] = fmaf(y[1], factor, b.y);
+      }
+    }
+  };
+  if (p.bias_dtype == DType::kBF16) add(__nv_bfloat16());
+  else add(__half());
+}
+
+// Sums of ds^T over 1 << shift neighbouring rows of a thread's accumulators: over pairs in the thread, over quads and
+// octets of rows with the lane's neighbours, where a lane keeps one sum of the two that it and its neighbour began.
+struct GroupSums {
+  const float (&ds)[32];
+
+  __device__ __forceinline__ static float exchange(float first, float second, int lane_bit) {
+    const bool upper = (threadIdx.x & lane_bit) != 0;
+    const float received = __shfl_xor_sync(~0u, upper ? first : second, lane_bit);
+    return (upper ? second : first) + received;
+  }
+  // h: which of the thread's two keys. With j = lane % 4:
+  __device__ __forceinline__ float pair(int i, int h) const { return ds[4 * i + 2 * h] + ds[4 * i + 2 * h + 1]; }  // query 4 i + j
+  __device__ __forceinline__ float quad(int i, int h) const {  // query 4 i + 2 (j % 2) + j / 2
+    return exchange(pair(2 * i, h), pair(2 * i + 1, h), 1);
+  }
+  __device__ __forceinline__ float octet(int i, int h) const { return exchange(quad(2 * i, h), quad(2 * i + 1, h), 2); }  // query 4 i + j
+};
+
+__device__ __forceinline__ void store_matrix_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
+                                                        uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+// dbias of a tile into shared memory, [row][key], 16 bits: a warp's 16 keys, the first of which is `key` in the panel.
+template <class Element>
+__device__ __forceinline__ void stage_dbias_16(const float (&ds)[32], uint32_t panel, int key, int shift) {
+  const GroupSums sums{ds};
+  const int lane = fresh_lane(), n = lane % 8, chunk = key / 8 + lane / 8 % 2, block = lane / 16;
+  // Transposed, lane l gives the address of column l % 8 of matrix l / 8, so any order of columns will do.
+  const auto at = [&](int row) { return panel + row * 128 + ((chunk ^ (row & 7)) << 4); };
+  if (shift == 0) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const d = ds + 8 * i;
+      store_matrix_transposed(at(8 * (2 * i + block) + n), ptx::pack<Element>(d[0], d[1]),
+                              ptx::pack<Element>(d[2], d[3]), ptx::pack<Element>(d[4], d[5]),
+                              ptx::pack<Element>(d[6], d[7]));
+    }
+  } else if (shift == 1) {
+    const auto word = [&](int i, int h) { return ptx::pack<Element>(sums.pair(2 * i, h), sums.pair(2 * i + 1, h)); };
+#pragma unroll
+    for (int i = 0; i < 4; i += 2)
+      store_matrix_transposed(at(8 * (i + block) + 4 * (n % 2) + n / 2), word(i, 0), word(i, 1), word(i + 1, 0),
+                              word(i + 1, 1));
+  } else if (shift == 2) {
+    const auto word = [&](int i, int h) { return ptx::pack<Element>(sums.quad(2 * i, h), sums.quad(2 * i + 1, h)); };
+    store_matrix_transposed(at(8 * block + 4 * (n % 2) + 2 * (n / 2 % 2) + n / 4), word(0, 0), word(0, 1), word(1, 0),
+                            word(1, 1));
+  } else {
+    const auto word = [&](int h) { return ptx::pack<Element>(sums.octet(0, h), sums.octet(1, h)); };
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at(4 * (n % 2) + n / 2)),
+                 "r"(word(0)), "r"(word(1))
+                 : "memory");
+  }
+}
+
+// The same in f32; `key` counts from the first of the tile, and so do the panels.
+__device__ __forceinline__ void stage_dbias_32(const float (&ds)[32], uint32_t panels, int panel_bytes, int key,
+                                               int shift) {
+  const GroupSums sums{ds};
+  const int lane = fresh_lane(), j = lane % 4;
+  const auto put = [&](int row, int h, float value) {
+    const int k = key % 32 + lane / 4 + 8 * h;
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(panels + key / 32 * panel_bytes + row * 128 +
+                                                 (((k / 4) ^ (row & 7)) << 4) + k % 4 * 4),
+                 "f"(value)
+                 : "memory");
+  };
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (shift == 0) {
+#pragma unroll
+      for (int c = 0; c < 8; ++c)
+        put(8 * c + 2 * j, h, ds[4 * c + 2 * h]), put(8 * c + 2 * j + 1, h, ds[4 * c + 2 * h + 1]);
+    } else if (shift == 1) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) put(4 * i + j, h, sums.pair(i, h));
+    } else if (shift == 2) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) put(4 * i + 2 * (j % 2) + j / 2, h, sums.quad(i, h));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) put(4 * i + j, h, sums.octet(i, h));
+    }
+  }
+}
+
+// The descriptor of an operand that lies `bytes` further on.
+__device__ __forceinline__ uint64_t advance(uint64_t operand, int bytes) {
+  return (operand & ~uint64_t{0xffffffff}) | (static_cast<uint32_t>(operand) + (bytes >> 4));
+}
+
+// Stores a box of a map of five axes, or adds it to what is there.
+__device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t source, bool add, int c0, int c2, int c3,
+                                          int c4) {
+  if (add)
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+        "r"(source), "r"(c0), "r"(0), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+  else
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+                 "r"(source), "r"(c0), "r"(0), "r"(c2), "r"(c3), "r"(c4)
+                 : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Where dbias goes that TMA cannot address or that is summed over more: rows of this block's 128 keys, from ds in shared
+// memory. By two warps, each thread with two neighbouring keys.
+template <class T>
+struct DBiasWriter {
+  const Problem& p;
+  const Rows& rows;
+  DBias mode;
+  char* direct;  // in bias's dtype, at (batch, kv_head)
+  float* summed;  // or null
+  int key;
+  bool pairs;  // 4-byte stores of two keys are aligned
+
+  __device__ void put(int64_t index, float value) const {
+    if (summed != nullptr) ptx::reduce_add(summed + index, value);
+    else store_value(direct, index, value, p.bias_dtype);
+  }
+  __device__ void put2(int64_t row, int column, float a, float b) const {
+    const int64_t index = row + key + column;
+    const int inside = static_cast<int>(p.S) - key - column;
+    if (inside >= 2 && summed == nullptr && pairs) {
+      if (p.bias_dtype == DType::kF32) *reinterpret_cast<float2*>(reinterpret_cast<float*>(direct) + index) = {a, b};
+      else
+        *reinterpret_cast<uint32_t*>(reinterpret_cast<uint16_t*>(direct) + index) =
+            p.bias_dtype == DType::kBF16 ? ptx::pack<__nv_bfloat16>(a, b) : ptx::pack<__half>(a, b);
+      return;
+    }
+    if (inside >= 1) put(index, a);
+    if (inside >= 2) put(index + 1, b);
+  }
+  __device__ static uint32_t address(uint32_t ds, int k, int row) {
+    return ds + k * 128 + (((row / 8) ^ (k & 7)) << 4) + (row % 8) * 2;
+  }
+  __device__ static float element(uint32_t ds, int k, int row) {
+    uint16_t bits;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address(ds, k, row)));
+    return ptx::unpack<T>(bits).x;
+  }
+
+  // `thread` is 0 to 63.
+  __device__ void write(uint32_t ds, int t0, int thread) const {
+    const int queries = min(queries_per_tile(p.G) / kQueryParts, static_cast<int>(p.T) - t0), count = queries * p.G;
+    if (p.dbias.col == 0) {
+      if (thread < 32) write_row_sums(ds, t0, queries, thread);
+      return;
+    }
+    const int k = 2 * thread;
+    if (mode == DBias::kPerHead) {
+#pragma unroll 1
+      for (int g = 0; g < p.G; ++g) {
+        float a = 0.0f, b = 0.0f;
+        for (int q = 0; q < queries; ++q) a += element(ds, k, q * p.G + g), b += element(ds, k + 1, q * p.G + g);
+        put2(g * p.dbias.group, k, a, b);
+      }
+      return;
+    }
+    if (pairs && key + kKeys <= p.S) {
+      if (summed != nullptr)
+        write_rows(summed, ds, t0, count, k, [](float* at, float a, float b) {
+          asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(at), "f"(a), "f"(b) : "memory");
+        });
+      else if (p.bias_dtype == DType::kF32)
+        write_rows(reinterpret_cast<float*>(direct), ds, t0, count, k,
+                   [](float* at, float a, float b) { *reinterpret_cast<float2*>(at) = {a, b}; });
+      else if (p.bias_dtype == DType::kBF16)
+        write_rows(reinterpret_cast<uint16_t*>(direct), ds, t0, count, k, [](uint16_t* at, float a, float b) {
+          *reinterpret_cast<uint32_t*>(at) = ptx::pack<__nv_bfloat16>(a, b);
+        });
+      else
+        write_rows(reinterpret_cast<uint16_t*>(direct), ds, t0, count, k, [](uint16_t* at, float a, float b) {
+          *reinterpret_cast<uint32_t*>(at) = ptx::pack<__half>(a, b);
+        });
+      return;
+    }
+    const int step = mode == DBias::kPerQuery ? p.G : 1;
+#pragma unroll 1
+    for (int r = 0; r < count; r += step) {
+      float a = 0.0f, b = 0.0f;
+#pragma unroll 1
+      for (int j = r; j < r + step; ++j) a += element(ds, k, j), b += element(ds, k + 1, j);
+      put2((t0 + rows.query(r)) * p.dbias.row + (step == 1 ? rows.head(r) * p.dbias.group : 0), k, a, b);
+    }
+  }
+
+  // All rows of the tile, where pairs are aligned and inside.
+  template <class Element, class Store>
+  __device__ __forceinline__ void write_rows(Element* base, uint32_t ds, int t0, int count, int k,
+                                             Store store) const {
+    // In order; a sum is complete after `step` rows.
+    const int step = mode == DBias::kPerQuery ? p.G : 1;
+    const int64_t next_query = p.dbias.row - int64_t{step == 1 ? p.G - 1 : 0} * p.dbias.group;
+    Element* at = base + t0 * p.dbias.row + key + k;
+    int left = step, heads_left = p.G;
+    float a = 0.0f, b = 0.0f;
+#pragma unroll 1
+    for (int c = 0; 8 * c < count; ++c) {
+      uint32_t x[4], y[4];
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                   : "r"(address(ds, k, 8 * c)));
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(y[0]), "=r"(y[1]), "=r"(y[2]), "=r"(y[3])
+                   : "r"(address(ds, k + 1, 8 * c)));
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float2 u = ptx::unpack<T>(x[j / 2]), v = ptx::unpack<T>(y[j / 2]);
+        a += j % 2 ? u.y : u.x, b += j % 2 ? v.y : v.x;
+        if (--left == 0) {
+          if (8 * c + j < count) store(at, a, b);
+          left = step, a = b = 0.0f;
+          if (step == 1 && --heads_left != 0) at += p.dbias.group;
+          else at += next_query, heads_left = p.G;
+        }
+      }
+    }
+  }
+
+  // A bias that is the same for all keys: one warp sums over them, in a fixed order.
+  __device__ void write_row_sums(uint32_t ds, int t0, int queries, int lane) const {
+    const int sums = mode == DBias::kPerQuery ? queries : mode == DBias::kPerRow ? queries * p.G : p.G;
+    const int summands = mode == DBias::kPerQuery ? p.G : mode == DBias::kPerRow ? 1 : queries;
+    const int first = mode == DBias::kPerQuery ? p.G : 1, step = mode == DBias::kPerHead ? p.G : 1;
+#pragma unroll 1
+    for (int r = 0; r < sums; ++r) {
+      float sum = 0.0f;
+#pragma unroll 1
+      for (int j = 0; j < summands; ++j)
+#pragma unroll
+        for (int i = 0; i < kKeys / 32; ++i) sum += element(ds, lane + 32 * i, r * first + j * step);
+      for (int mask = 16; mask > 0; mask >>= 1) sum += __shfl_xor_sync(~0u, sum, mask);
+      const int t = t0 + (mode == DBias::kPerQuery ? r : mode == DBias::kPerRow ? rows.query(r) : 0);
+      const int g = mode == DBias::kPerRow ? rows.head(r) : mode == DBias::kPerHead ? r : 0;
+      if (lane == 0) put(t * p.dbias.row + g * p.dbias.group, sum);
+    }
+  }
+
+  // Zeros for tiles `begin` to `end`, which were skipped.
+  __device__ void clear(int begin, int end, int thread) const {
+    const int queries = queries_per_tile(p.G) / kQueryParts, heads = mode == DBias::kPerRow ? p.G : 1;
+    const int t_end = min(end * queries, static_cast<int>(p.T));
+#pragma unroll 1
+    for (int t = begin * queries; t < t_end; ++t)
+#pragma unroll 1
+      for (int g = 0; g < heads; ++g) put2(t * p.dbias.row + g * p.dbias.group, 2 * thread, 0.0f, 0.0f);
+  }
+};
+
+#ifndef FRONT
+#define FRONT true
+#endif
+// Blocks of one head begin where the newest of them is, so that q, dout and dq are in the L2 cache: the head's first two
+// turns, which nothing else uses then, tell which block that is and its plan tile. The order of additions to dq is
+// arbitrary anyway.
+__device__ __forceinline__ int first_tile(const Problem& p, const BackwardScratch& scratch, int64_t head,
+                                          int key_tile) {
+  const int last = static_cast<int>(p.query_tiles) - 1;
+  if (p.deterministic || !FRONT) return last;
+  if (scratch.dbias != nullptr)  // apart, because they add to the same dbias
+    return static_cast<int>((p.dbias.kv != 0 ? head / p.K : head) % p.query_tiles);
+  int* const front = scratch.turn + 2 * head * scratch.tiles;
+  if (atomicMax(front, key_tile + 1) == 0) return last;
+  const int tile = *const_cast<volatile int*>(front + 1);
+  return tile == 0 ? last : tile - 1;
+}
+
+template <class T, int kHeadDim, class MaskKind, class BiasKind>
+__global__ void __launch_bounds__(kThreads, 1)
+    jax_dma_sm90_backward(const __grid_constant__ Problem p, const __grid_constant__ BackwardMaps maps,
+                          const __grid_constant__ BackwardScratch scratch, const __grid_constant__ BackwardPlan plan) {
+  using Shape = BackwardShape<kHeadDim>;
+  constexpr Mask kMask = MaskKind::kind;
+  constexpr Bias kBias = BiasKind::kind;
+  constexpr int kPanels = Shape::kPanels, kQPanel = Shape::kQPanel, kKVPanel = Shape::kKVPanel;
+  constexpr bool kLogits = kMask == Mask::kBits || kBias == Bias::kTile;  // something is loaded for each tile of logits
+  // Where registers are short dp is computed behind the exponentials only.
+  constexpr bool kLate = LATE;
+  // Where registers are short ds is made of p as the products see it, in 16 bits.
+  constexpr bool kPackedP = PACKED;
+  constexpr bool kHideFirst = kBias != Bias::kNone;  // before the exponentials
+  constexpr bool kWide = kLogits || kMask != Mask::kNone;  // the producers need more registers
+  constexpr int kProducerRegs = kHeadDim == 64 ? 88 : kWide ? WIDE_P : NARROW_P,
+                kConsumerRegs = kHeadDim == 64 ? 208 : kWide ? WIDE_C : NARROW_C;
+  // What a block is launched with: 168 registers for each of 384 threads. More would be waited for forever.
+  static_assert(kProducerRegs + 2 * kConsumerRegs <= 3 * 168);
+
+  extern __shared__ __align__(1024) char dynamic[];
+  __shared__ BackwardShared shared;
+  __shared__ BlockOperands<T> operands;
+  const uint32_t k_tile = ptx::shared_address(dynamic), v_tile = k_tile + Shape::kKVBytes,
+                 q_tiles = v_tile + Shape::kKVBytes, dout_tiles = q_tiles + 2 * Shape::kQBytes,
+                 ds_tile = k_tile + Shape::kDS;
+  float* const stats = reinterpret_cast<float*>(dynamic + Shape::kStats);  // [stage][log-sum-exp, delta][row]
+
+  // Some heads at a time, so that what they share stays in the L2 cache, and of these the first keys first: under a
+  // causal mask the most queries see them, and a long block that starts late is waited for.
+  const int chunk = blockIdx.x / (plan.chunk * plan.parts), block = blockIdx.x % (plan.chunk * plan.parts);
+  const int width = min(plan.chunk, plan.heads - chunk * plan.chunk);
+  const int key_tile = plan.first_part + block / width, head = plan.first_head + chunk * plan.chunk + block % width;
+  const int key = key_tile * kKeys, queries = queries_per_tile(p.G) / kQueryParts;
+  // dbias of a tile leaves by TMA, or is read from ds.
+  const bool staged_dbias = kBias == Bias::kTile && plan.dbias_by_tma,
+             read_dbias = kBias == Bias::kTile && plan.dbias != DBias::kNone && !plan.dbias_by_tma;
+
+  if (threadIdx.x == 0) {
+    operands.fill(p, head / p.K, head % p.K);
+    barrier_init(&shared.kv_full, 1), barrier_init(&shared.ds_free, 8);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(&shared.q_full[i], 1), barrier_init(&shared.dout_full[i], 1);
+      barrier_init(&shared.q_free[i], 8), barrier_init(&shared.dout_free[i], 8);
+      barrier_init(&shared.logits_full[i], 64 + (plan.bias_by_tma ? 1 : 0)), barrier_init(&shared.logits_free[i], 8);
+      barrier_init(&shared.dq_full[i], 4), barrier_init(&shared.dq_free[i], 1);
+      barrier_init(&shared.dbias_full[i], staged_dbias ? 4 : 8), barrier_init(&shared.dbias_free[i], staged_dbias ? 1 : 2);
+    }
+    barrier_init_fence();
+  } else if (threadIdx.x == 32) {
+    shared.q_batch = static_cast<int>(offset_of(p, p.q, head / p.K, 0, 0) / maps.q_entry);
+    shared.dout_batch = static_cast<int>(offset_of(p, p.dout, head / p.K, 0, 0) / maps.dout_entry);
+  } else if (threadIdx.x == 64) {
+    shared.k_batch = static_cast<int>(offset_of(p, p.k, head / p.K, 0, 0) / maps.k_entry);
+    shared.v_batch = static_cast<int>(offset_of(p, p.v, head / p.K, 0, 0) / maps.v_entry);
+  } else if (threadIdx.x == 96) {
+    shared.dk = offset_of(p, p.dk, head / p.K, head % p.K, 0), shared.dv = offset_of(p, p.dv, head / p.K, head % p.K, 0);
+    shared.start = first_tile(p, scratch, head, key_tile);
+  }
+  for (int r = threadIdx.x; r < kRows; r += kThreads)
+    shared.rows.packed[r] = r < queries * p.G ? r / p.G | (r % p.G) << 16 : queries - 1;
+  // Rows of q and dout that no load reaches.
+  for (int i = threadIdx.x + queries * p.G * 8; i < kQPanel / 16; i += kThreads)
+    for (int panel = 0; panel < 4 * kPanels; ++panel)
+      *reinterpret_cast<uint4*>(dynamic + 2 * Shape::kKVBytes + panel * kQPanel + 16 * i) = uint4{0, 0, 0, 0};
+  fence_async_proxy();
+  __syncthreads();
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp < 4) {
+    give_registers<kProducerRegs>();
+    Walk walk(p, shared.start);
+    if (warp == 0) {
+      const int kv_head = head % p.K, bytes = kPanels * queries * p.G * 128;
+      int i = 0;
+#pragma unroll 1
+      for (int tile = walk.next(p, operands, key_tile); tile >= 0; tile = walk.next(p, operands, key_tile), ++i) {
+        const int stage = i & 1, parity = (i >> 1 & 1) ^ 1, t0 = tile * queries;
+        if (lane == 0) {
+          if (i == 0) {
+            arrive_expecting(&shared.kv_full, 2 * Shape::kKVBytes);
+            for (int panel = 0; panel < kPanels; ++panel) {
+              load_box(k_tile + panel * kKVPanel, &maps.k, &shared.kv_full, 64 * panel, kv_head, key, shared.k_batch);
+              load_box(v_tile + panel * kKVPanel, &maps.v, &shared.kv_full, 64 * panel, kv_head, key, shared.v_batch);
+            }
+          }
+          wait(&shared.q_free[stage], parity);
+          int hidden = kMask == Mask::kBits && p.bits.present() && !walk.tile_full ? kTestBits : 0;
+          if (key + kKeys > static_cast<int>(p.S) ||
+              (p.causal && key + kKeys - 1 > t0 + static_cast<int>(p.causal_offset())) ||
+              (kMask != Mask::kNone && p.start.present() && !walk.tile_full))
+            hidden |= kTestPosition;
+          shared.info[stage] = TileInfo{tile, hidden};
+          if (FRONT && !p.deterministic && scratch.dbias == nullptr) {
+            volatile int* const front = scratch.turn + 2 * head * scratch.tiles;
+            if (front[0] == key_tile + 1) front[1] = tile / kQueryParts + 1;
+          }
+          arrive_expecting(&shared.q_full[stage], bytes + 8 * kRows);
+          for (int panel = 0; panel < kPanels; ++panel)
+            load_box(q_tiles + stage * Shape::kQBytes + panel * kQPanel, &maps.q, &shared.q_full[stage], 64 * panel,
+                     kv_head * p.G, t0, shared.q_batch);
+          load_bytes(k_tile + Shape::kStats + stage * 8 * kRows,
+                     scratch.row_stats + (head * scratch.tiles + tile) * (2 * kRows), 8 * kRows, &shared.q_full[stage]);
+          wait(&shared.dout_free[stage], parity);
+          arrive_expecting(&shared.dout_full[stage], bytes);
+          for (int panel = 0; panel < kPanels; ++panel)
+            load_box(dout_tiles + stage * Shape::kQBytes + panel * kQPanel, &maps.dout, &shared.dout_full[stage],
+                     64 * panel, kv_head * p.G, t0, shared.dout_batch);
+        }
+        __syncwarp();
+      }
+      if (lane == 0) {
+        wait(&shared.q_free[i & 1], (i >> 1 & 1) ^ 1);
+        shared.info[i & 1].tile = -1;
+        arrive(&shared.q_full[i & 1]);
+      }
+    } else if (warp == 1) {
+      if constexpr (kLogits) {
+        int stage = 0, parity = 1;
+#pragma unroll 1
+        for (int tile = walk.next(p, operands, key_tile); tile >= 0; tile = walk.next(p, operands, key_tile)) {
+          wait(&shared.logits_free[stage], parity);
+          const uint32_t bias_tile = k_tile + plan.bias_at + stage * plan.bias_stage;
+          if (kBias == Bias::kTile && plan.bias_by_tma && lane == 0) {
+            const int bytes = p.bias_dtype == DType::kF32 ? 4 : 2, panels = kKeys * bytes / 128;
+            const int rows = p.bias.group != 0 ? queries * p.G : queries;
+            arrive_expecting(&shared.logits_full[stage], panels * rows * 128);
+#pragma unroll 1
+            for (int i = 0; i < panels; ++i)
+              load_box(bias_tile + i * plan.bias_panel, &maps.bias, &shared.logits_full[stage], key + i * (128 / bytes),
+                       0, tile * queries, p.bias.kv != 0 ? head % p.K : 0, plan.bias_batch ? head / p.K : 0);
+          }
+          __syncwarp();
+          load_logits<T, kMask, kBias>(p, plan, operands, shared.rows,
+                                       k_tile + plan.bits_at + stage * plan.bits_stage, bias_tile, tile * queries, key,
+                                       p.bits.present() && !walk.tile_full);
+          arrive_after_copies(&shared.logits_full[stage]);
+          arrive(&shared.logits_full[stage]);
+          if (++stage == plan.logit_stages) stage = 0, parity ^= 1;
+        }
+        asm volatile("cp.async.wait_all;" ::: "memory");
+      }
+    } else {
+      // dq and dbias of a warpgroup.
+      const int group = warp - 2;
+      const uint32_t dq_stage = k_tile + Shape::kDQ + group * Shape::kDQBytes;
+      const DBiasWriter<T> writer{p,
+                                  shared.rows,
+                                  plan.dbias,
+                                  operands.dbias,
+                                  scratch.dbias == nullptr ? nullptr : scratch.dbias + operands.dbias_offset,
+                                  key,
+                                  plan.dbias_pairs};
+      const int group_panels = plan.dbias_f32 ? 2 : 1;  // 64 keys
+      const uint32_t dbias_stage = k_tile + plan.dbias_at + group * group_panels * plan.dbias_panel;
+      const auto store_dbias = [&](const CUtensorMap* map, uint32_t source, int panel, int t0) {
+        for (int i = 0; i < group_panels; ++i)
+          store_box(map, source + i * panel, scratch.dbias != nullptr, key + 64 * group + 32 * i, t0,
+                    p.dbias.kv != 0 ? head % p.K : 0, plan.dbias_batch ? head / p.K : 0);
+      };
+      int i = 0;
+#pragma unroll 1
+      for (int tile = walk.next(p, operands, key_tile); tile >= 0; tile = walk.next(p, operands, key_tile), ++i) {
+        int turn = 0;
+        if (p.deterministic) {  // key tiles add to dq in their own order: how many come before
+#pragma unroll 1
+          for (int word = 0; word <= key_tile / kTilesPerWord; ++word) {
+            uint32_t seen = key_tiles_word(p, operands, tile / kQueryParts, word, queries_per_tile(p.G)).seen;
+            if (word == key_tile / kTilesPerWord) seen &= (1u << (key_tile % kTilesPerWord)) - 1;
+            turn += __popc(seen);
+          }
+        }
+        if constexpr (kBias == Bias::kTile) {
+          if (read_dbias) {
+            wait(&shared.dbias_full[0], i & 1);
+            writer.write(ds_tile, tile * queries, threadIdx.x - 64);
+            __syncwarp();
+            if (lane == 0) arrive(&shared.dbias_free[0]);
+          } else if (staged_dbias && lane == 0) {
+            wait(&shared.dbias_full[group], i & 1);
+#ifndef NO_DBIAS
+            store_dbias(&maps.dbias, dbias_stage, plan.dbias_panel, tile * queries);
+#endif
+            bulk_wait_read();
+            arrive(&shared.dbias_free[group]);
+          }
+        }
+        if (lane == 0) {
+          wait(&shared.dq_full[group], i & 1);
+          const int64_t half = 2 * (head * scratch.tiles + tile) + group;
+          if (p.deterministic) {
+            while (ptx::load_acquire(scratch.turn + half) != turn) __nanosleep(32);
+            asm volatile("fence.proxy.async;" ::: "memory");
+          }
+#ifndef NO_REDUCE
+          bulk_reduce_add(scratch.dq + half * (kRows * kHeadDim / 2), dq_stage, Shape::kDQBytes);
+#endif
+          bulk_wait_read();
+          arrive(&shared.dq_free[group]);
+          if (p.deterministic) {
+            bulk_wait();
+            __threadfence();
+            ptx::store_release(scratch.turn + half, turn + 1);
+          }
+        }
+        __syncwarp();
+      }
+      if constexpr (kBias == Bias::kTile) {
+        if (plan.dbias != DBias::kNone && scratch.dbias == nullptr) {  // zeros in the tiles that were skipped
+          const bool wide = plan.zero_queries > 0;  // where dq was there is room for boxes of more than a tile
+          const uint32_t zeros = wide ? dq_stage : dbias_stage;
+          if (staged_dbias) {
+            if (i > 0) wait(&shared.dbias_free[group], (i - 1) & 1);
+            const int bytes = wide ? Shape::kDQBytes : group_panels * plan.dbias_panel;
+            for (int at = 16 * lane; at < bytes; at += 512)
+              *reinterpret_cast<uint4*>(dynamic + (zeros - k_tile) + at) = uint4{0, 0, 0, 0};
+            fence_async_proxy();
+            __syncwarp();
+          }
+          Walk again(p, static_cast<int>(p.query_tiles) - 1);
+          int tile = static_cast<int>(ceil_div(p.T, queries));
+#pragma unroll 1
+          while (tile >= 0) {
+            const int end = tile;
+            tile = again.next(p, operands, key_tile);
+            if (!staged_dbias) {
+              writer.clear(tile + 1, end, threadIdx.x - 64);
+            } else if (lane == 0) {
+              int t0 = (tile + 1) * queries;
+              const int t1 = end * queries;
+#ifdef NO_CLEAR
+              t0 = t1;
+#endif
+#pragma unroll 1
+              for (; wide && t0 + plan.zero_queries <= t1; t0 += plan.zero_queries)
+                store_dbias(&maps.zeros, zeros, Shape::kDQBytes / group_panels, t0);
+#pragma unroll 1
+              for (; t0 < t1; t0 += queries) store_dbias(&maps.dbias, zeros, plan.dbias_panel, t0);
+            }
+            __syncwarp();
+          }
+        }
+      }
+      if (lane == 0) bulk_wait();
+    }
+    return;
+  }
+
+  take_registers<kConsumerRegs>();
+  // Warpgroup, by a vote: what is made of it the compiler then knows to be the same for all lanes, as descriptors must be.
+  const int group = __any_sync(~0u, threadIdx.x >= 256) ? 1 : 0, thread = threadIdx.x % 128;
+  const int warp_key = 64 * group + 16 * (warp % 4), k0 = warp_key + lane / 4;  // this thread's keys are k0 and k0 + 8
+  float dk[kHeadDim / 2], dv[kHeadDim / 2], key_sum[2] = {0.0f, 0.0f}, key_bias[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
+  if constexpr (kBias == Bias::kKey) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int s = key + k0 + 8 * h;
+      const int64_t index = s * p.bias.col;
+      if (s < static_cast<int>(p.S))
+        key_bias[h] = p.bias_dtype == DType::kF32 ? reinterpret_cast<const float*>(operands.bias)[index]
+                      : p.bias_dtype == DType::kBF16
+                          ? __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(operands.bias)[index])
+                          : __half2float(reinterpret_cast<const __half*>(operands.bias)[index]);
+    }
+  }
+  // From the units of x, below, to log2.
+  const float log2_factor = kBias == Bias::kNone && p.softcap == 0.0f ? p.scale * kLog2e : kLog2e;
+  const uint32_t k_group = k_tile + group * 64 * 128, v_group = v_tile + group * 64 * 128;
+  // dq: 64 rows by this group's half of the channels.
+  const uint32_t k_half = kPanels == 2 ? k_tile + group * kKVPanel : k_tile + group * 64;
+  float* const dq_stage = reinterpret_cast<float*>(dynamic + Shape::kDQ + group * Shape::kDQBytes);
+  float x[32];
+
+  // Where the thread's words of ds lie: word c holds rows 8 (c / 2) + 2 (lane % 4), + 1 and key k0 + 8 (c % 2).
+  struct WordsOfDS {
+    uint32_t base;
+    int swizzle;
+    __device__ __forceinline__ WordsOfDS(uint32_t warp_keys)
+        : base(warp_keys), swizzle(fresh_lane()) {
+      base += swizzle / 4 * 128 + swizzle % 4 * 4, swizzle /= 4;
+    }
+    __device__ __forceinline__ uint32_t at(int c) const { return base + c % 2 * 1024 + (((c / 2) ^ swizzle) << 4); }
+  };
+  const uint32_t ds_keys = ds_tile + warp_key * 128;
+  // What all lanes of the warp have done with.
+  const auto release = [&](uint64_t* barrier) {
+    __syncwarp();
+    if (lane == 0) arrive(barrier);
+  };
+  const auto issue_s = [&](uint32_t q_tile) {
+    const uint64_t k_rows = operand(k_group), q_rows = operand(q_tile);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 16; ++c)
+      wgmma_shared<T>(x, advance(k_rows, (c / 4) * kKVPanel + (c % 4) * 32),
+                      advance(q_rows, (c / 4) * kQPanel + (c % 4) * 32), c > 0);
+    wgmma_commit();
+  };
+
+  // Waits for dout of a tile. Whether it has rows that see nothing or are padding, or rows of very large logits: they
+  // need care that others are spared.
+  const auto prepare = [&](int stage, int parity) {
+    const float* const lse = stats + stage * 2 * kRows;
+    const uint32_t dout_tile = dout_tiles + stage * Shape::kQBytes;
+    bool special = false;
+#pragma unroll
+    for (int r = 0; r < kRows; r += 32)
+      special |= fabsf(lse[r + lane]) > kLarge && (kBias != Bias::kNone || r + lane < queries * p.G);
+    special = __any_sync(~0u, special);  // the same for every warp
+    wait(&shared.dout_full[stage], parity);
+    if (special) {
+      // Whatever the cotangents of a row that sees nothing hold must not reach the products, in which 0 * NaN is NaN.
+#pragma unroll 1
+      for (int j = threadIdx.x - 128; j < kRows * 8 * kPanels; j += kConsumers) {
+        const int panel = j / (kRows * 8), r = j / 8 % kRows;
+        if (lse[r] == INFINITY)
+          asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(dout_tile + panel * kQPanel + r * 128 +
+                                                                        j % 8 * 16),
+                       "r"(0)
+                       : "memory");
+      }
+      fence_async_proxy();
+      named_sync(4, kConsumers);
+    }
+    return special;
+  };
+
+  wait(&shared.q_full[0], 0);
+  int tile = shared.info[0].tile;
+  bool special = false;
+  if (tile >= 0) {
+    wait(&shared.kv_full, 0);
+    issue_s(q_tiles);
+    special = prepare(0, 0);
+    wgmma_wait<0>();
+    hold(x);
+  }
+#pragma unroll 1
+  for (int i = 0; tile >= 0; ++i) {
+    const int stage = i & 1, parity = i >> 1 & 1;
+    const int logit_stage = plan.logit_stages == 2 ? stage : 0, logit_parity = plan.logit_stages == 2 ? parity : stage;
+    const uint32_t q_tile = q_tiles + stage * Shape::kQBytes, dout_tile = dout_tiles + stage * Shape::kQBytes;
+    const float* const lse = stats + stage * 2 * kRows;
+    const float2* const lse2 = reinterpret_cast<const float2*>(lse) + lane % 4;  // of the rows in this thread's columns
+
+    float y[32];
+    const auto issue_dp = [&] {
+      const uint64_t v_rows = operand(v_group), dout_rows = operand(dout_tile);
+      wgmma_fence();
+#pragma unroll
+      for (int c = 0; c < kHeadDim / 16; ++c)
+        wgmma_shared<T>(y, advance(v_rows, (c / 4) * kKVPanel + (c % 4) * 32),
+                        advance(dout_rows, (c / 4) * kQPanel + (c % 4) * 32), c > 0);
+      wgmma_commit();
+    };
+    if constexpr (!kLate) issue_dp();
+    if (kLogits) wait(&shared.logits_full[logit_stage], logit_parity);
+    float factor = p.scale;
+    if (p.softcap != 0.0f) {
+      // x: the capped logits; their derivative waits where ds will be.
+      wait(&shared.ds_free, (i & 1) ^ 1);
+      if (read_dbias) wait(&shared.dbias_free[0], (i & 1) ^ 1);
+      const float inner = p.scale / p.softcap;
+      factor = 1.0f;
+      const WordsOfDS words(ds_keys);
+#pragma unroll
+      for (int c = 0; c < 16; ++c) {
+        const float a = ptx::tanh(x[2 * c] * inner), b = ptx::tanh(x[2 * c + 1] * inner);
+        x[2 * c] = p.softcap * a, x[2 * c + 1] = p.softcap * b;
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(words.at(c)),
+                     "r"(ptx::pack<T>(1.0f - a * a, 1.0f - b * b))
+                     : "memory");
+      }
+    }
+    if constexpr (kBias == Bias::kTile) {
+      add_bias<T>(x, p, plan, k_tile + plan.bias_at + logit_stage * plan.bias_stage, warp_key, factor);
+    } else if constexpr (kBias == Bias::kKey) {
+#pragma unroll
+      for (int c = 0; c < 32; ++c) x[c] = fmaf(x[c], factor, key_bias[c / 2 % 2]);
+    }
+    if (kBias != Bias::kNone && special) {
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        const float2 l = lse2[4 * c];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float row_lse = e & 1 ? l.y : l.x;
+          float& z = x[4 * c + e];
+          // In a row of padding x may be NaN: it meets biases that are hidden from all others.
+          z = row_lse == INFINITY ? -INFINITY : fabsf(row_lse) > kLarge ? z - row_lse : z;
+        }
+      }
+    }
+    // Hidden positions are 0 in p, whatever they met on the way.
+    const auto hide = [&](float value) {
+      const int hidden = shared.info[stage].hidden;
+      if (kMask == Mask::kBits && (hidden & kTestBits)) {
+        const int shift = plan.bits_shift, step = 128 >> shift;  // between rows that are 8 apart
+        const uint32_t first = k_tile + plan.bits_at + logit_stage * plan.bits_stage + warp_key / 32 * 4 +
+                               ((2 * (lane % 4)) >> shift) * 16;
+        const uint32_t bit0 = 1u << (k0 % 32), bit1 = bit0 << 8;
+        const auto load = [&](uint32_t address) {
+          uint32_t word;
+          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
+          return word;
+        };
+        if (shift > 0) {  // two neighbouring rows are of one query
+#pragma unroll
+          for (int c = 0; c < 8; ++c) {
+            const uint32_t word = load(first + c * step);
+            if ((word & bit0) == 0) x[4 * c] = x[4 * c + 1] = value;
+            if ((word & bit1) == 0) x[4 * c + 2] = x[4 * c + 3] = value;
+          }
+        } else {
+#pragma unroll
+          for (int c = 0; c < 8; ++c)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const uint32_t word = load(first + c * 128 + e * 16);
+              if ((word & bit0) == 0) x[4 * c + e] = value;
+              if ((word & bit1) == 0) x[4 * c + 2 + e] = value;
+            }
+        }
+      }
+      if (hidden & kTestPosition) {
+        const int t0 = tile * queries;
+        const bool intervals = kMask != Mask::kNone && p.start.present(), per_head = intervals && p.start.group != 0;
+        const int shift = plan.group_shift;
+        uint32_t outside = 0;  // bit i: x[i] is to be hidden
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          // Queries of the tile that see the key: first <= query < last.
+          const int s = key + k0 + 8 * h;
+          int first = s >= static_cast<int>(p.S) ? INT32_MAX
+                      : p.causal                 ? s - static_cast<int>(p.causal_offset()) - t0
+                                                 : INT32_MIN;
+          int last = INT32_MAX;
+          const auto narrow = [&](int64_t at) {
+            first = max(first, max(operands.start[at], 0) - t0), last = max(operands.end[at], 0) - t0;
+          };
+          if (intervals && !per_head && s < static_cast<int>(p.S)) narrow(s);
+          if (shift >= 0 && !per_head) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              // Row 8 c + 2 (lane % 4) + e is of query (8 c >> shift) + (2 (lane % 4) + e >> shift): a range of c sees it.
+              const int query = (2 * (lane % 4) + e) >> shift, round = (8 >> shift) - 1;
+              const int c0 = first == INT32_MIN ? 0 : first == INT32_MAX ? 8 : (first - query + round) >> (3 - shift),
+                        c1 = last == INT32_MAX ? 8 : (last - query + round) >> (3 - shift);
+#pragma unroll
+              for (int c = 0; c < 8; ++c)
+                if (c < c0 || (kMask != Mask::kNone && c >= c1)) x[4 * c + 2 * h + e] = value;
+            }
+            continue;
+          }
+#pragma unroll 1
+          for (int c = 0; c < 16; ++c) {
+            const int row = 8 * (c / 2) + 2 * (lane % 4) + c % 2, query = shared.rows.query(row);
+            if (per_head && s < static_cast<int>(p.S)) {
+              first = p.causal ? s - static_cast<int>(p.causal_offset()) - t0 : INT32_MIN;
+              narrow(s + shared.rows.head(row) * p.start.group);
+            }
+            if (query < first || (kMask != Mask::kNone && query >= last)) outside |= 1u << (4 * (c / 2) + 2 * h + c % 2);
+          }
+        }
+        if (shift < 0 || per_head) {
+#pragma unroll
+          for (int c = 0; c < 32; ++c)
+            if (outside & (1u << c)) x[c] = value;
+        }
+      }
+    };
+    if constexpr (kHideFirst) {
+      hide(-INFINITY);
+      if (kLogits) release(&shared.logits_free[logit_stage]);
+    }
+    if constexpr (kLate) issue_dp();
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      const float2 l = lse2[4 * c];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float row_lse = e & 1 ? l.y : l.x;
+        const float shift = kBias == Bias::kNone ? row_lse : fabsf(row_lse) > kLarge ? 0.0f : row_lse * kLog2e;
+        x[4 * c + e] = ptx::exp2(fmaf(x[4 * c + e], log2_factor, -shift));
+      }
+    }
+    if constexpr (!kHideFirst) {
+      hide(0.0f);
+      if (kLogits) release(&shared.logits_free[logit_stage]);
+    }
+    uint32_t packed[16];
+#pragma unroll
+    for (int c = 0; c < 16; ++c) packed[c] = ptx::pack<T>(x[2 * c], x[2 * c + 1]);
+    wgmma_wait<0>();
+    hold(y);
+    const auto weights = [&](int c) {  // two rows of p
+      return kPackedP ? ptx::unpack<T>(packed[c]) : make_float2(x[2 * c], x[2 * c + 1]);
+    };
+    const uint64_t dout_columns = operand(dout_tile, kQPanel);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      wgmma_registers<T>(dv, packed[4 * c], packed[4 * c + 1], packed[4 * c + 2], packed[4 * c + 3],
+                         advance(dout_columns, c * 2048));
+    wgmma_commit();
+
+    // ds, of the logits that bias was added to, in y, and of those before the cap for dq and dk.
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      const float2 delta = lse2[kRows / 2 + 4 * c];
+      const float2 p0 = weights(2 * c), p1 = weights(2 * c + 1);
+      y[4 * c] = p0.x * (y[4 * c] - delta.x), y[4 * c + 1] = p0.y * (y[4 * c + 1] - delta.y);
+      y[4 * c + 2] = p1.x * (y[4 * c + 2] - delta.x), y[4 * c + 3] = p1.y * (y[4 * c + 3] - delta.y);
+      if constexpr (kBias == Bias::kKey) key_sum[0] += y[4 * c] + y[4 * c + 1], key_sum[1] += y[4 * c + 2] + y[4 * c + 3];
+    }
+    uint32_t ds[16];
+    const auto store_ds = [&] {
+      const WordsOfDS words(ds_keys);
+#pragma unroll
+      for (int c = 0; c < 16; ++c) asm volatile("st.shared.u32 [%0], %1;" ::"r"(words.at(c)), "r"(ds[c]) : "memory");
+    };
+    if (p.softcap == 0.0f) {
+#pragma unroll
+      for (int c = 0; c < 16; ++c) ds[c] = ptx::pack<T>(y[2 * c], y[2 * c + 1]);
+      wait(&shared.ds_free, (i & 1) ^ 1);
+      if (read_dbias) wait(&shared.dbias_free[0], (i & 1) ^ 1);
+      store_ds();
+      if (read_dbias) release(&shared.dbias_full[0]);
+    } else {
+      const WordsOfDS words(ds_keys);
+#pragma unroll
+      for (int c = 0; c < 16; ++c) {
+        const uint32_t target = words.at(c);
+        uint32_t slopes;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(slopes) : "r"(target) : "memory");
+        const float2 slope = ptx::unpack<T>(slopes);
+        ds[c] = ptx::pack<T>(y[2 * c] * slope.x, y[2 * c + 1] * slope.y);
+        if (read_dbias)
+          asm volatile("st.shared.u32 [%0], %1;" ::"r"(target), "r"(ptx::pack<T>(y[2 * c], y[2 * c + 1])) : "memory");
+      }
+      if (read_dbias) {
+        release(&shared.dbias_full[0]);
+        wait(&shared.dbias_free[0], i & 1);
+      }
+      store_ds();
+    }
+    const uint64_t q_columns = operand(q_tile, kQPanel);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      wgmma_registers<T>(dk, ds[4 * c], ds[4 * c + 1], ds[4 * c + 2], ds[4 * c + 3], advance(q_columns, c * 2048));
+    wgmma_commit();
+    if constexpr (kBias == Bias::kTile) {
+      if (staged_dbias) {
+        wait(&shared.dbias_free[group], (i & 1) ^ 1);
+        const uint32_t panels = k_tile + plan.dbias_at;
+        if (plan.dbias_f32) stage_dbias_32(y, panels, plan.dbias_panel, warp_key, plan.dbias_shift);
+        else if (p.bias_dtype == DType::kBF16)
+          stage_dbias_16<__nv_bfloat16>(y, panels + group * plan.dbias_panel, warp_key % 64, plan.dbias_shift);
+        else stage_dbias_16<__half>(y, panels + group * plan.dbias_panel, warp_key % 64, plan.dbias_shift);
+      }
+    }
+    fence_async_proxy();
+    if (staged_dbias) release(&shared.dbias_full[group]);
+    named_sync(1, kConsumers);  // ds is there
+    float dq[Shape::kDQRegs];
+    const uint64_t ds_columns = operand(ds_tile, 8192), k_columns = operand(k_half, kKVPanel);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < kKeys / 16; ++c)
+      wgmma_shared<T, true, true>(dq, advance(ds_columns, c * 2048), advance(k_columns, c * 2048), c > 0);
+    wgmma_commit();
+
+    // s of the next tile, behind those (of whatever is there, if there is no next tile).
+    const int next_parity = (i + 1) >> 1 & 1;
+    wait(&shared.q_full[stage ^ 1], next_parity);
+    tile = shared.info[stage ^ 1].tile;
+    wgmma_wait<1>();
+    hold(dv), hold(dk);
+    release(&shared.dout_free[stage]), release(&shared.q_free[stage]);
+    issue_s(q_tiles + (stage ^ 1) * Shape::kQBytes);
+    wgmma_wait<1>();
+    hold(dq);
+    release(&shared.ds_free);
+    wait(&shared.dq_free[group], (i & 1) ^ 1);
+#ifdef NO_STAGE
+    for (int c = 0; c < Shape::kDQRegs / 4; ++c) asm volatile("" ::"f"(dq[4*c]),"f"(dq[4*c+1]),"f"(dq[4*c+2]),"f"(dq[4*c+3]));
+    if (tile > 100000000)
+#endif
+#pragma unroll
+    for (int c = 0; c < Shape::kDQRegs / 4; ++c)
+      reinterpret_cast<float4*>(dq_stage)[c * 128 + thread] =
+          make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
+    fence_async_proxy();
+    release(&shared.dq_full[group]);
+    if (tile >= 0) special = prepare(stage ^ 1, next_parity);
+    wgmma_wait<0>();
+    hold(x);
+  }
+
+  // dk and dv, straight from the fragments.
+  T* const dk_out = static_cast<T*>(p.dk.data) + shared.dk;
+  T* const dv_out = static_cast<T*>(p.dv.data) + shared.dv;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int64_t s = key + k0 + 8 * h;
+    if (s >= p.S) continue;
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      const int c = 8 * n + 2 * (lane % 4), e = 4 * n + 2 * h;
+      if (c < p.H)
+        *reinterpret_cast<uint32_t*>(dk_out + s * p.dk.row + c) = ptx::pack<T>(dk[e] * p.scale, dk[e + 1] * p.scale);
+      if (c < p.Hv) *reinterpret_cast<uint32_t*>(dv_out + s * p.dv.row + c) = ptx::pack<T>(dv[e], dv[e + 1]);
+    }
+  }
+  if constexpr (kBias == Bias::kKey) {
+    if (plan.dbias != DBias::kNone) {
+      const DBiasWriter<T> writer{p,
+                                  shared.rows,
+                                  plan.dbias,
+                                  operands.dbias,
+                                  scratch.dbias == nullptr ? nullptr : scratch.dbias + operands.dbias_offset,
+                                  key,
+                                  plan.dbias_pairs};
+      float* const sums = reinterpret_cast<float*>(dynamic + Shape::kDS);  // ds has been read
+      named_sync(1, kConsumers);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float sum = key_sum[h];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const int k = k0 + 8 * h;
+        if (lane % 4 == 0) {
+          if (p.dbias.col == 0) sums[k] = sum;
+          else if (key + k < p.S) writer.put(key + k, sum);
+        }
+      }
+      if (p.dbias.col == 0) {
+        named_sync(1, kConsumers);
+        if (threadIdx.x == 128) {
+          float sum = 0.0f;
+          for (int k = 0; k < kKeys; ++k) sum += sums[k];
+          writer.put(0, sum);
+        }
+      }
+    }
+  }
+}
+
+// Per tile of 64 rows: log-sum-exp and delta = <out, dout> - dlse, dq = 0, turn = 0. One block a tile.
+template <class T, int kHeadDim>
+__global__ void __launch_bounds__(256)
+    jax_dma_sm90_row_stats(const __grid_constant__ Problem p, const __grid_constant__ BackwardScratch scratch) {
+  constexpr int kLanes = kHeadDim / 8;  // of a row: 16 bytes each
+  const int64_t head = blockIdx.x / scratch.tiles;
+  const int tile = static_cast<int>(blockIdx.x % scratch.tiles), kv_head = static_cast<int>(head % p.K);
+  const int queries = queries_per_tile(p.G) / kQueryParts, c = threadIdx.x % kLanes * 8;
+  const int64_t batch = head / p.K;
+  const T* const out = static_cast<const T*>(p.out.data) + offset_of(p, p.out, batch, kv_head, 0);
+  const T* const dout = static_cast<const T*>(p.dout.data) + offset_of(p, p.dout, batch, kv_head, 0);
+  const float* const lse = static_cast<const float*>(p.lse.data) + offset_of(p, p.lse, batch, kv_head, 0);
+  const float* const dlse = static_cast<const float*>(p.dlse.data) + offset_of(p, p.dlse, batch, kv_head, 0);
+  float* const stats = scratch.row_stats + int64_t{blockIdx.x} * (2 * kRows);
+  float4* const dq = reinterpret_cast<float4*>(scratch.dq) + int64_t{blockIdx.x} * (kRows * kHeadDim / 4);
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 256) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (threadIdx.x < 2) scratch.turn[2 * int64_t{blockIdx.x} + threadIdx.x] = 0;
+#pragma unroll
+  for (int r = threadIdx.x / kLanes; r < kRows; r += 256 / kLanes) {
+    const int query = r / p.G, g = r % p.G;
+    const int64_t t = int64_t{tile} * queries + query;
+    float row_lse = -INFINITY, row_dlse = 0.0f, sum = 0.0f;
+    if (query < queries && t < p.T) {
+      row_lse = lse[g * p.lse.group + t * p.lse.row];
+      if (p.dlse.present()) row_dlse = dlse[g * p.dlse.group + t * p.dlse.row];
+      if (c < p.Hv) {
+        const uint4 a = *reinterpret_cast<const uint4*>(out + g * p.out.group + t * p.out.row + c),
+                    b = *reinterpret_cast<const uint4*>(dout + g * p.dout.group + t * p.dout.row + c);
+        const uint32_t u[4] = {a.x, a.y, a.z, a.w}, v[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 x = ptx::unpack<T>(u[i]), y = ptx::unpack<T>(v[i]);
+          sum += x.x * y.x + x.y * y.y;
+        }
+      }
+    }
+#pragma unroll
+    for (int mask = kLanes / 2; mask > 0; mask >>= 1) sum += __shfl_xor_sync(~0u, sum, mask);
+    if (c == 0) {
+      const bool blank = row_lse == -INFINITY;
+      stats[r] = blank ? INFINITY : p.bias.present() ? row_lse : row_lse * kLog2e;
+      stats[kRows + r] = blank ? 0.0f : sum - row_dlse;
+    }
+  }
+}
+
+// dq from fragment order to its own, times scale. A thread makes 8 channels of two rows.
+template <class T, int kHeadDim>
+__global__ void __launch_bounds__(256)
+    jax_dma_sm90_reorder_dq(const __grid_constant__ Problem p, const __grid_constant__ BackwardScratch scratch) {
+  constexpr int kBlocks = kHeadDim / 8;  // of 8 channels
+  const int64_t head = blockIdx.x / scratch.tiles;
+  const int tile = static_cast<int>(blockIdx.x % scratch.tiles), kv_head = static_cast<int>(head % p.K);
+  const int queries = queries_per_tile(p.G) / kQueryParts;
+  T* const out = static_cast<T*>(p.dq.data) + offset_of(p, p.dq, head / p.K, kv_head, 0);
+  const float4* const dq = reinterpret_cast<const float4*>(scratch.dq) + int64_t{blockIdx.x} * (kRows * kHeadDim / 4);
+#pragma unroll
+  for (int i = threadIdx.x; i < kBlocks * 32; i += 256) {
+    const int block = i % kBlocks, pair = i / kBlocks;  // pair: 8 * (warp of the warpgroup) + lane / 4
+    const int group = block / (kBlocks / 2);
+    const float4* const source = dq + (group * (kBlocks / 2) + block % (kBlocks / 2)) * 128 + pair * 4;
+    float4 value[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) value[j] = source[j];
+    if (8 * block >= p.H) continue;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = pair / 8 * 16 + pair % 8 + 8 * h, query = r / p.G, g = r % p.G;
+      const int64_t t = int64_t{tile} * queries + query;
+      if (query >= queries || t >= p.T) continue;
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        packed[j] = h == 0 ? ptx::pack<T>(value[j].x * p.scale, value[j].y * p.scale)
+                           : ptx::pack<T>(value[j].z * p.scale, value[j].w * p.scale);
+      *reinterpret_cast<uint4*>(out + g * p.dq.group + t * p.dq.row + 8 * block) =
+          uint4{packed[0], packed[1], packed[2], packed[3]};
+    }
+  }
+}
+
+}  // namespace jax_dma::sm90

@@ -1,0 +1,956 @@
+// Forward attention for compute capability 9.0a: TMA, wgmma, specialised warps, persistent blocks.
+//
+// A block works through tiles of 128 rows (queries x heads of one key/value head, head fastest) one after another. Its
+// last warp produces: it walks the live key tiles and loads q, k, v and the bias by TMA, and what TMA cannot
+// (intervals, per-key bias, unaligned bias) by ordinary loads. Warpgroups 0 and 1 consume: each computes 64 of the
+// rows, q k^T from shared memory and p v with p in registers. A warpgroup issues the next q k^T before the current p v
+// and runs its softmax meanwhile.
+//
+//   head dim   rows x keys   stages   shared memory: q + k + v    blocks of a multiprocessor
+//   32         128 x 64      2         8 + 8 + 8 = 24 KB          2
+//   64         128 x 64      2        16 + 16 + 16 = 48 KB        2
+//   128        128 x 128     2        32 + 64 + 64 = 160 KB       1
+//   256        128 x 64      2        64 + 64 + 64 = 192 KB       1
+// plus one or two stages of bias (128 x 128 x 2 bytes = 32 KB at most where 16 bits, 64 KB in f32; G times less where
+// heads share it) and of key vectors. Mask bits go from device memory straight to registers: 16 bytes a row, asked for
+// before q k^T is issued and used after it.
+#pragma once
+
+#include "../live_tiles.cuh"
+#include "../tile_order.h"
+#include "../sm80/logits.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+namespace jax_dma::sm90 {
+
+// The kinds are shared with the sm_80 class, and so are the steps on logits that do not depend on how a tile is split.
+using sm80::Bias, sm80::Mask;
+using sm80::dense_mask, sm80::interval_mask, sm80::key_bias, sm80::no_bias, sm80::no_mask, sm80::tile_bias;
+using sm80::is_hidden, sm80::kLarge;
+
+constexpr int kStages = 2;  // of every ring: part i of a block's work lies in stage i % 2
+constexpr int kMaxQueryStages = 2;
+
+struct ForwardBarriers {
+  uint64_t q_full[kMaxQueryStages], q_empty[kMaxQueryStages];
+  uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  uint64_t bias_full[kStages], bias_empty[kStages], side_full[kStages], side_empty[kStages];
+  int part[kStages];  // what lies in a stage: see Part
+};
+
+// A part of the keys: its number, whether it is the tile's last, and whether the masks hide nothing there. -1: the tile
+// has none.
+struct Part {
+  int code;
+  __device__ __forceinline__ static int encode(int number, bool last, bool full) {
+    return 4 * number + 2 * last + full;
+  }
+  __device__ __forceinline__ bool none() const { return code < 0; }
+  __device__ __forceinline__ int number() const { return code >> 2; }
+  __device__ __forceinline__ bool last() const { return code & 2; }
+  __device__ __forceinline__ bool full() const { return code & 1; }
+};
+
+template <int kHeadDim>
+struct ForwardShape {
+  static constexpr int kGroups = kHeadDim <= 64 ? 3 : 2;  // warpgroups that consume, 64 rows each
+  static constexpr int kRows = 64 * kGroups, kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
+  static constexpr int kKeys = kHeadDim <= 128 ? 128 : 64;
+  // Registers a lane, shared out anew among the warpgroups. (A multiprocessor's quarter has 512 for a warp of each.)
+  static constexpr int kProducerRegisters = kGroups == 3 ? 32 : kHeadDim <= 128 ? 56 : 40;
+  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : (504 - kProducerRegisters) / 2;
+  static constexpr int kRowBytes = kHeadDim < 64 ? 2 * kHeadDim : 128;
+  static constexpr int kPanels = 2 * kHeadDim / kRowBytes;
+  static constexpr int kQueryBytes = 2 * kRows * kHeadDim, kTileBytes = 2 * kKeys * kHeadDim;
+  // Two stages of q where they fit: the next tile's is there when this one's is done.
+  static constexpr int kQueryStages = kHeadDim <= 64 ? kMaxQueryStages : 1, kKeysAt = kQueryStages * kQueryBytes;
+  static constexpr int kBiasAt = kKeysAt + 2 * kStages * kTileBytes;
+};
+
+struct ForwardMaps {
+  CUtensorMap q, k, v, bias;
+};
+
+// What the host works out for a call. Offsets and sizes are in bytes of shared memory.
+struct ForwardPlan {
+  TileOrder order;          // of the query tiles of all heads (B x K)
+  int items;                // tiles x heads x splits
+  int queries;              // of a tile
+  int splits, split_tiles;  // the key tiles of a query tile are divided among `splits` items
+  int consumers;            // threads: 128 where the upper 64 rows are never used
+  int bias_rows, bias_panel, bias_stage;
+  int bias_two;  // whether there are two stages of bias: 0, 1
+  int side_at, side_stage, barriers_at;
+  bool bias_by_tma;
+  bool q_batch, k_batch, v_batch, bias_batch;  // whether the map's batch axis is the batch entry, or 0
+  float* partial;  // where there are splits: their outputs [splits, B, K, G, T, Hv], then their lse
+};
+
+// The tile of a block's round. Every other round runs backwards, so that all blocks get much the same number of keys.
+__device__ __forceinline__ int tile_of_round(int round) {
+  return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+}
+
+// One tile of work: the last queries first, because under a causal mask they see the most keys.
+struct Item {
+  int batch, kv_head, t0, split = 0;
+  __device__ __forceinline__ Item(const Problem& p, const ForwardPlan& plan, int index) {
+    if (plan.splits > 1) split = index % plan.splits, index /= plan.splits;
+    const TileOrder::Place place = plan.order.at(index);
+    batch = place.head / p.K, kv_head = place.head % p.K;
+    t0 = (plan.order.tiles - 1 - place.tile) * plan.queries;
+  }
+};
+
+// The live parts of an item, in order.
+template <int kKeys>
+struct Walk {
+  struct Operands {
+    const uint32_t* by_query;
+    const int32_t* bounds;
+  } operands;
+  LiveTiles<kKeyTile / kKeys> live;
+  int first_tile, last_tile, queries;  // the tiles of the plan, and theirs
+  int first, limit;                    // of the keys
+
+  __device__ __forceinline__ Walk(const Problem& p, const ForwardPlan& plan, const Item& item) {
+    operands.by_query = static_cast<const uint32_t*>(p.tiles_by_query.data) +
+                        offset_of(p, p.tiles_by_query, item.batch, item.kv_head, 0);
+    operands.bounds = static_cast<const int32_t*>(p.bounds.data) + offset_of(p, p.bounds, item.batch, item.kv_head, 0);
+    queries = queries_per_tile(p.G);
+    first_tile = item.t0 / queries;
+    last_tile = (min(item.t0 + plan.queries, static_cast<int>(p.T)) - 1) / queries;
+    first = 0, limit = static_cast<int>(p.S);  // keys at and past it are seen by no query of the tile
+    if (p.causal)
+      limit = min(limit, min(item.t0 + plan.queries, static_cast<int>(p.T)) + static_cast<int>(p.causal_offset()));
+    if (plan.splits > 1) {
+      first = item.split * plan.split_tiles * kKeyTile, limit = min(limit, first + plan.split_tiles * kKeyTile);
+      live.word = item.split * plan.split_tiles / kTilesPerWord - 1;
+    }
+  }
+  __device__ __forceinline__ int next(const Problem& p) {
+    return live.next(
+        static_cast<int>(ceil_div(max(limit, 0), kKeyTile)),
+        [&](int word) {
+          TileWord seen = key_tiles_word(p, operands, first_tile, word, queries);
+#pragma unroll 1
+          for (int tile = first_tile + 1; tile <= last_tile; ++tile) {
+            const TileWord more = key_tiles_word(p, operands, tile, word, queries);
+            seen.seen |= more.seen, seen.full &= more.full;
+          }
+          return seen;
+        },
+        [&](int part) { return part * kKeys >= first && part * kKeys < limit; });
+  }
+};
+
+// Bias tiles in shared memory are panels of 128-byte rows, swizzled as TMA does: 16-byte chunk c of row r lies at c ^
+// (r % 8).
+__device__ __forceinline__ int bias_offset(int row, int byte, int panel_bytes) {
+  return byte / 128 * panel_bytes + row * 128 + (((byte % 128 / 16) ^ (row % 8)) * 16) + byte % 16;
+}
+
+// Fills a bias tile by ordinary loads, where TMA cannot: broadcast over queries or keys, or unaligned. For 96 threads,
+// a warp a row.
+template <class Element, int kKeys>
+__device__ __forceinline__ void fill_bias(const Problem& p, char* stage, const char* base, int t0, int key, int rows,
+                                          int group, int panel_bytes) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int r = threadIdx.x / 32 % 4 - 1; r < rows; r += 3) {
+    const int query = r / group, g = r % group;
+    const Element* source =
+        reinterpret_cast<const Element*>(base) + (t0 + query) * p.bias.row + g * p.bias.group + key * p.bias.col;
+    const int columns = t0 + query < static_cast<int>(p.T) ? static_cast<int>(p.S) - key : 0;
+    Element values[kKeys / 32];
+#pragma unroll
+    for (int i = 0; i < kKeys / 32; ++i)
+      values[i] = lane + 32 * i < columns ? source[(lane + 32 * i) * p.bias.col] : Element{};
+#pragma unroll
+    for (int i = 0; i < kKeys / 32; ++i)
+      *reinterpret_cast<Element*>(
+          stage + bias_offset(r, (lane + 32 * i) * static_cast<int>(sizeof(Element)), panel_bytes)) = values[i];
+  }
+}
+
+// Fills a stage of key vectors: the bias per key as f32, then the intervals (of each head of the group, where they
+// differ). For 96 threads.
+template <bool kKeyBias, int kKeys>
+__device__ __forceinline__ void fill_side(const Problem& p, char* side, const char* bias, const int32_t* start,
+                                          const int32_t* end, int key, bool intervals) {
+  const int helper = threadIdx.x % 128 - 32, columns = static_cast<int>(p.S) - key;
+  if constexpr (kKeyBias) {
+#pragma unroll
+    for (int c = helper; c < kKeys; c += 96) {
+      const int64_t at = (key + c) * p.bias.col;
+      float value = 0.0f;
+      if (c < columns)
+        value = p.bias_dtype == DType::kF32    ? reinterpret_cast<const float*>(bias)[at]
+                : p.bias_dtype == DType::kBF16 ? __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(bias)[at])
+                                               : __half2float(reinterpret_cast<const __half*>(bias)[at]);
+      reinterpret_cast<float*>(side)[c] = value;
+    }
+  }
+  if (intervals) {
+    int2* const pairs = reinterpret_cast<int2*>(side + (kKeyBias ? 4 * kKeys : 0));
+    const int count = (p.start.group != 0 ? p.G : 1) * kKeys;
+#pragma unroll 2
+    for (int i = helper; i < count; i += 96) {
+      const int c = i % kKeys, g = i / kKeys;
+      pairs[i] =
+          c < columns ? make_int2(start[key + c + g * p.start.group], end[key + c + g * p.end.group]) : make_int2(0, 0);
+    }
+  }
+}
+
+// The rows of a thread's accumulators: elements 0, 1 of a block belong to row 0, elements 2, 3 to row 1.
+struct ThreadRows {
+  int first, packed[2];  // query | head of the group << 16
+  __device__ __forceinline__ ThreadRows(int first_row, int group) {
+    first = first_row + (threadIdx.x % 32) / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) packed[i] = (first + 8 * i) / group | ((first + 8 * i) % group) << 16;
+  }
+  __device__ __forceinline__ int row(int i) const { return first + 8 * i; }
+  __device__ __forceinline__ int query(int i) const { return packed[i] & 0xffff; }
+  __device__ __forceinline__ int head(int i) const { return packed[i] >> 16; }
+};
+
+// x = x * factor + a value per key (f32 in shared memory).
+template <int kBlocks>
+__device__ __forceinline__ void add_key_bias(float (&x)[kBlocks][4], uint32_t vector, float factor) {
+  vector += 8 * (threadIdx.x % 4);
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+    float b0, b1;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(b0), "=f"(b1) : "r"(vector + 32 * n));
+    x[n][0] = x[n][0] * factor + b0, x[n][1] = x[n][1] * factor + b1;
+    x[n][2] = x[n][2] * factor + b0, x[n][3] = x[n][3] * factor + b1;
+  }
+}
+
+// The mask bits of a thread's two rows, for one part of the keys.
+template <int kKeys>
+struct MaskBits {
+  static constexpr int kWords = kKeys / 32;
+  uint32_t words[2][kWords];
+
+  // `second` is the distance of the second row in words.
+  __device__ __forceinline__ void load(const uint32_t* first, int second, int key, bool uniform) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t* const row = first + (i == 0 ? 0 : second);
+      if (uniform) {  // one word stands for all keys
+        const uint32_t word = __ldg(row);
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) words[i][w] = word;
+      } else if constexpr (kWords == 4) {
+        const uint4 four = __ldg(reinterpret_cast<const uint4*>(row + key / 32));
+        words[i][0] = four.x, words[i][1] = four.y, words[i][2] = four.z, words[i][3] = four.w;
+      } else {
+        const uint2 two = __ldg(reinterpret_cast<const uint2*>(row + key / 32));
+        words[i][0] = two.x, words[i][1] = two.y;
+      }
+    }
+  }
+  __device__ __forceinline__ void hide(float (&x)[kKeys / 8][4]) const {
+    const int first_bit = 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        // The thread's eight bits, brought together, so that they become predicates by one instruction.
+        const uint32_t bits = (((words[i][w] >> first_bit) & 0x03030303u) * 0x01041040u) >> 24;
+#pragma unroll
+        for (int b = 0; b < 8; ++b) {
+          float& y = x[4 * w + b / 2][2 * i + b % 2];
+          y = (bits & (1u << b)) != 0 ? y : -INFINITY;
+        }
+      }
+  }
+  // A pair of 16-bit biases of block n and row i, with -inf where hidden.
+  __device__ __forceinline__ uint32_t hide_pair(uint32_t pair, uint32_t infinities, int i, int n) const {
+    const int column = 2 * (threadIdx.x % 4), b = n % 4;
+    const uint32_t even = words[i][n / 4] << (7 - column), odd = words[i][n / 4] << (6 - column);
+    uint32_t seen;  // copies of the top bits of bytes
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(seen) : "r"(even), "r"(odd), "r"((8 + b) * 0x11 + (12 + b) * 0x1100));
+    return (pair & seen) | (infinities & ~seen);
+  }
+};
+
+// Bias tiles of 16 bits, read as fragments: pairs[c][i + 2 j] holds two columns of block 2 c + j and row i.
+template <int kBlocks>
+struct BiasPairs {
+  uint32_t pairs[kBlocks / 2][4];
+
+  // Where a lane's row begins in a stage: matrices 0 and 1 are the warp's rows 0-7 and 8-15 of a block, 2 and 3 of the
+  // next.
+  __device__ __forceinline__ static uint32_t lane_row(const ForwardPlan& plan, bool per_head, int first_row,
+                                                      int group) {
+    const int lane = threadIdx.x % 32, row = first_row + lane % 16;
+    const int r = min(per_head ? row : row / group, plan.bias_rows - 1);
+    return r * 128 + ((lane / 16) ^ (r % 8)) * 16;
+  }
+  __device__ __forceinline__ void load(uint32_t lane_row, int panel_bytes, int c) {
+    const uint32_t address = (lane_row ^ (c % 4 * 32)) + c / 4 * panel_bytes;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pairs[c][0]), "=r"(pairs[c][1]), "=r"(pairs[c][2]), "=r"(pairs[c][3])
+                 : "r"(address));
+  }
+  // x = x * factor + the bias, and -inf where `bits` hide (kHide).
+  template <class Element, bool kHide, class Bits>
+  __device__ __forceinline__ void add(float (&x)[kBlocks][4], uint32_t lane_row, int panel_bytes, float factor,
+                                      const Bits& bits) {
+    constexpr bool kHalf = std::is_same_v<Element, __half>;
+    constexpr int kSteps = kBlocks / 2, kAhead = 4;
+#pragma unroll
+    for (int c = 0; c < kAhead; ++c) load(lane_row, panel_bytes, c);
+#pragma unroll
+    for (int c = 0; c < kSteps; ++c) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int i = j % 2, n = 2 * c + j / 2;
+        uint32_t pair = pairs[c][j];
+        if constexpr (kHide) pair = bits.hide_pair(pair, kHalf ? 0xfc00fc00u : 0xff80ff80u, i, n);
+        float2 b;
+        if constexpr (kHalf) b = ptx::unpack<Element>(pair);
+        else b = make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+        x[n][2 * i] = x[n][2 * i] * factor + b.x, x[n][2 * i + 1] = x[n][2 * i + 1] * factor + b.y;
+      }
+      if (c + kAhead < kSteps) load(lane_row, panel_bytes, c + kAhead);
+    }
+  }
+};
+
+// The same for a bias of f32, unmasked.
+template <int kBlocks>
+__device__ __forceinline__ void add_f32_bias(float (&x)[kBlocks][4], uint32_t stage, const ForwardPlan& plan,
+                                             bool per_head, const ThreadRows& rows, float factor) {
+  const int lane_byte = static_cast<int>(threadIdx.x % 4) * 8;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int r = min(per_head ? rows.row(i) : rows.query(i), plan.bias_rows - 1);
+    const uint32_t row = stage + r * 128 + (((lane_byte / 16) ^ (r % 8)) * 16) + lane_byte % 16;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      float2 b;
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(b.x), "=f"(b.y)
+                   : "r"((row ^ (n % 4 * 32)) + n / 4 * plan.bias_panel));
+      x[n][2 * i] = x[n][2 * i] * factor + b.x;
+      x[n][2 * i + 1] = x[n][2 * i + 1] * factor + b.y;
+    }
+  }
+}
+
+// x = -inf where t is outside [start, end): `vector` holds (start, end) of kKeys keys, or those of each head of the
+// group.
+template <int kBlocks>
+__device__ __forceinline__ void hide_by_intervals(float (&x)[kBlocks][4], uint32_t vector, bool per_head, int group,
+                                                  const ThreadRows& rows, int t0) {
+  constexpr int kKeys = 8 * kBlocks;
+  vector += 16 * (threadIdx.x % 4);
+  const auto read = [](uint32_t address) {
+    int4 pair;
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pair.x), "=r"(pair.y), "=r"(pair.z), "=r"(pair.w)
+                 : "r"(address));
+    return pair;
+  };
+  const auto hide = [](float* y, int4 pair, int t) {
+    y[0] = t >= pair.x && t < pair.y ? y[0] : -INFINITY;
+    y[1] = t >= pair.z && t < pair.w ? y[1] : -INFINITY;
+  };
+  const int t[2] = {t0 + rows.query(0), t0 + rows.query(1)};
+  if (!per_head) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const int4 pair = read(vector + 64 * n);
+      hide(x[n], pair, t[0]), hide(x[n] + 2, pair, t[1]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t row = vector + 8 * kKeys * min(rows.head(i), group - 1);
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) hide(x[n] + 2 * i, read(row + 64 * n), t[i]);
+    }
+  }
+}
+
+// x = -inf past S and, under the causal rule, past the query.
+template <int kBlocks>
+__device__ __forceinline__ void hide_by_position(float (&x)[kBlocks][4], const Problem& p, const ThreadRows& rows,
+                                                 int t0, int key) {
+  const int columns = static_cast<int>(p.S) - key, offset = static_cast<int>(p.causal_offset()) + t0 - key + 1;
+  const int lane_column = 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    int visible = columns;
+    if (p.causal) visible = min(visible, offset + rows.query(i));
+    visible -= lane_column;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (8 * n + e >= visible) x[n][2 * i + e] = -INFINITY;
+  }
+}
+
+// Word j of lane q of a quad becomes word q of lane j: then a lane holds 16 bytes of a row of the output.
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = (threadIdx.x & bit) != 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if ((j & bit) != 0) continue;
+      const uint32_t received = __shfl_xor_sync(~0u, upper ? words[j] : words[j | bit], bit);
+      if (upper) words[j] = received;
+      else words[j | bit] = received;
+    }
+  }
+}
+
+// What the online softmax knows of a thread's two rows.
+struct SoftmaxRows {
+  // Subtracted from the logits: a value near the largest so far. Any gives the same result, so it moves only when a
+  // logit is 2^8 above it, and the output is hardly ever rescaled.
+  float reference[2];
+  float shift[2];  // the same in units of the exponential
+  float sum[2];    // of this thread's columns
+  float rescale[2];
+  bool moved, large;  // of any row of the warp: whether the last tile moved it; whether it is beyond kLarge
+};
+
+// kGeneral: with what is rare, decided at run time: soft caps, scales that are not positive, intervals beside bits,
+// bits that are the same for all keys, biases of another dtype or that TMA cannot load.
+template <class T, int kHeadDim, class MaskKind, class BiasKind, bool kGeneral>
+__global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
+    jax_dma_sm90_forward(const __grid_constant__ Problem p, const __grid_constant__ ForwardMaps maps,
+                         const __grid_constant__ ForwardPlan plan) {
+  using Shape = ForwardShape<kHeadDim>;
+  constexpr Mask kMask = MaskKind::kind;
+  constexpr Bias kBias = BiasKind::kind;
+  constexpr int kKeys = Shape::kKeys, kPanels = Shape::kPanels, kRows = Shape::kRows, kRowBytes = Shape::kRowBytes;
+  constexpr int kS = kKeys / 8, kO = kHeadDim / 8;  // column blocks of logits and output
+  constexpr int kQueryPanel = kRows * kRowBytes, kKeyPanel = kKeys * kRowBytes;
+
+  extern __shared__ __align__(1024) char shared[];
+  const uint32_t q_tile = ptx::shared_address(shared), k_tiles = q_tile + Shape::kKeysAt;
+  const uint32_t v_tiles = k_tiles + kStages * Shape::kTileBytes;
+  auto& bar = *reinterpret_cast<ForwardBarriers*>(shared + plan.barriers_at);
+  // Whether there are key vectors.
+  const bool has_intervals = kMask == Mask::kIntervals || (kGeneral && kMask == Mask::kBits && p.start.present());
+  const bool with_side = kBias == Bias::kKey || has_intervals;
+  const bool bias_by_tma = !kGeneral || plan.bias_by_tma;
+
+  if (threadIdx.x == 0) {
+    if (q_tile % 1024 != 0) __trap();       // the swizzle goes by address
+    const int warps = plan.consumers / 32;  // one arrival a warp
+    for (int i = 0; i < Shape::kQueryStages; ++i) barrier_init(&bar.q_full[i], 1), barrier_init(&bar.q_empty[i], warps);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&bar.k_full[i], 1), barrier_init(&bar.v_full[i], 1);
+      barrier_init(&bar.bias_full[i], bias_by_tma ? 1 : 96), barrier_init(&bar.side_full[i], 96);
+      barrier_init(&bar.k_empty[i], warps), barrier_init(&bar.v_empty[i], warps);
+      barrier_init(&bar.bias_empty[i], warps), barrier_init(&bar.side_empty[i], warps);
+    }
+    barrier_init_fence();
+  }
+  // Rows of q that no query takes stay 0.
+  const int used_rows = plan.queries * p.G, unused = (kRows - used_rows) * (kRowBytes / 4);
+  for (int i = threadIdx.x; i < unused * kPanels * Shape::kQueryStages; i += Shape::kThreads)
+    reinterpret_cast<uint32_t*>(shared)[i / unused * (kQueryPanel / 4) + used_rows * (kRowBytes / 4) + i % unused] = 0;
+  fence_async_proxy();
+  __syncthreads();
+
+  const int warp = threadIdx.x / 32;
+  int lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));  // keeps the compiler from reading it anew at every use
+  const int bias_two = kGeneral ? plan.bias_two : 1;
+  if (warp >= Shape::kConsumers / 32) {
+    // ---- Producers.
+    give_registers<Shape::kProducerRegisters>();
+    const bool helps = warp > Shape::kConsumers / 32;
+    if (helps && !with_side && (kBias != Bias::kTile || bias_by_tma)) return;
+    if (!helps && lane == 0) {
+      prefetch_map(&maps.q), prefetch_map(&maps.k), prefetch_map(&maps.v);
+      if (kBias == Bias::kTile && bias_by_tma) prefetch_map(&maps.bias);
+    }
+    uint32_t slot = 0;  // counts the parts
+#pragma unroll 1
+    for (int round = 0; round * static_cast<int>(gridDim.x) < plan.items; ++round) {
+      const int index = tile_of_round(round);
+      if (index >= plan.items) break;
+      const Item item(p, plan, index);
+      Walk<kKeys> walk(p, plan, item);
+      int part = walk.next(p);
+      bool full = kMask == Mask::kNone || walk.live.tile_full;
+      // A tile without keys passes a slot of each ring without data.
+      if (!helps) {
+        // Loads by TMA. Lane 0 waits and issues; all lanes walk.
+        if (lane == 0) {
+          const int stage = round % Shape::kQueryStages;
+          uint64_t* const full_barrier = &bar.q_full[stage];
+          wait(&bar.q_empty[stage], (round / Shape::kQueryStages & 1) ^ 1);
+          if (part < 0) {
+            arrive(full_barrier);
+          } else {
+            arrive_expecting(full_barrier, kPanels * used_rows * kRowBytes);
+            for (int c = 0; c < kPanels; ++c)
+              load_box(q_tile + stage * Shape::kQueryBytes + c * kQueryPanel, &maps.q, full_barrier, 64 * c, 0, item.t0,
+                       item.kv_head, plan.q_batch ? item.batch : 0);
+          }
+        }
+#pragma unroll 1
+        do {
+          const int next = part < 0 ? -1 : walk.next(p), key = part * kKeys;
+          if (lane == 0) {
+            const int stage = slot % kStages;
+            const uint32_t phase = (slot / kStages & 1) ^ 1;
+            wait(&bar.k_empty[stage], phase);
+            bar.part[stage] = part < 0 ? -1 : Part::encode(part, next < 0, full);
+            if (part < 0) {
+              arrive(&bar.k_full[stage]);
+            } else {
+              arrive_expecting(&bar.k_full[stage], Shape::kTileBytes);
+              for (int c = 0; c < kPanels; ++c)
+                load_box(k_tiles + stage * Shape::kTileBytes + c * kKeyPanel, &maps.k, &bar.k_full[stage], 64 * c, key,
+                         item.kv_head, plan.k_batch ? item.batch : 0, 0);
+            }
+            if (kBias == Bias::kTile && bias_by_tma) {
+              const int bias_stage = slot & bias_two;
+              wait(&bar.bias_empty[bias_stage], (slot >> bias_two & 1) ^ 1);
+              if (part < 0) {
+                arrive(&bar.bias_full[bias_stage]);
+              } else {
+                const int bytes = kGeneral && p.bias_dtype == DType::kF32 ? 4 : 2, panels = kKeys * bytes / 128;
+                const uint32_t target = q_tile + Shape::kBiasAt + bias_stage * plan.bias_stage;
+                arrive_expecting(&bar.bias_full[bias_stage], panels * plan.bias_rows * 128);
+#pragma unroll 1
+                for (int c = 0; c < panels; ++c)
+                  load_box(target + c * plan.bias_panel, &maps.bias, &bar.bias_full[bias_stage],
+                           key + c * (128 / bytes), 0, item.t0, p.bias.kv != 0 ? item.kv_head : 0,
+                           plan.bias_batch ? item.batch : 0);
+              }
+            }
+            wait(&bar.v_empty[stage], phase);
+            if (part < 0) {
+              arrive(&bar.v_full[stage]);
+            } else {
+              arrive_expecting(&bar.v_full[stage], Shape::kTileBytes);
+              for (int c = 0; c < kPanels; ++c)
+                load_box(v_tiles + stage * Shape::kTileBytes + c * kKeyPanel, &maps.v, &bar.v_full[stage], 64 * c, key,
+                         item.kv_head, plan.v_batch ? item.batch : 0, 0);
+            }
+          }
+          __syncwarp();
+          ++slot;
+          part = next, full = kMask == Mask::kNone || walk.live.tile_full;
+        } while (part >= 0);
+      } else {
+        const int32_t *start = nullptr, *end = nullptr;
+        if (has_intervals) {
+          start = static_cast<const int32_t*>(p.start.data) + offset_of(p, p.start, item.batch, item.kv_head, 0);
+          end = static_cast<const int32_t*>(p.end.data) + offset_of(p, p.end, item.batch, item.kv_head, 0);
+        }
+        const char* bias = nullptr;
+        if (kBias != Bias::kNone)
+          bias = static_cast<const char*>(p.bias.data) +
+                 offset_of(p, p.bias, item.batch, item.kv_head, 0) * (p.bias_dtype == DType::kF32 ? 4 : 2);
+#pragma unroll 1
+        do {
+          const int key = part * kKeys;
+          if (with_side) {
+            const int stage = slot % kStages;
+            wait(&bar.side_empty[stage], (slot / kStages & 1) ^ 1);
+            if (part >= 0)
+              fill_side<kBias == Bias::kKey, kKeys>(p, shared + plan.side_at + stage * plan.side_stage, bias, start,
+                                                    end, key, has_intervals && !full);
+            arrive(&bar.side_full[stage]);
+          }
+          if (kBias == Bias::kTile && !bias_by_tma) {
+            const int bias_stage = slot & bias_two, group = p.bias.group != 0 ? p.G : 1;
+            char* const tile = shared + Shape::kBiasAt + bias_stage * plan.bias_stage;
+            wait(&bar.bias_empty[bias_stage], (slot >> bias_two & 1) ^ 1);
+            if (part >= 0) {
+              if (p.bias_dtype == DType::kF32)
+                fill_bias<float, kKeys>(p, tile, bias, item.t0, key, plan.bias_rows, group, plan.bias_panel);
+              else fill_bias<uint16_t, kKeys>(p, tile, bias, item.t0, key, plan.bias_rows, group, plan.bias_panel);
+            }
+            arrive(&bar.bias_full[bias_stage]);
+          }
+          ++slot;
+          part = part < 0 ? -1 : walk.next(p), full = kMask == Mask::kNone || walk.live.tile_full;
+        } while (part >= 0);
+      }
+    }
+    return;
+  }
+
+  // ---- Consumers.
+  take_registers<Shape::kConsumerRegisters>();
+  if (threadIdx.x >= plan.consumers) return;
+  constexpr float kSlack = 8.0f;
+  constexpr DType kSameDType = std::is_same_v<T, __half> ? DType::kF16 : DType::kBF16;
+  const int group = warp / 4;  // 0, 1: which 64 rows
+  const ThreadRows rows(64 * group + warp % 4 * 16, p.G);
+  const int first_query = 64 * group / p.G;
+  // Low words of the operands' descriptors; uniform, so that those are computed beside the vector instructions. They
+  // count in 16 bytes.
+  const auto uniform = [](uint32_t value) { return __shfl_sync(~0u, value, 0); };
+  const uint32_t q_low = uniform(static_cast<uint32_t>(operand(q_tile + 64 * kRowBytes * group)));
+  const uint32_t k_low = uniform(static_cast<uint32_t>(operand(k_tiles)));
+  const uint32_t v_low = uniform(static_cast<uint32_t>(operand(v_tiles, kKeyPanel)));
+  const auto described = [](uint32_t low) {
+    constexpr uint32_t kHigh = 8 * kRowBytes >> 4 | (kRowBytes == 128 ? 1u : 2u) << 30;
+    return uint64_t{kHigh} << 32 | low;
+  };
+  // Logits are x * p.scale where scaling is left to the exponential, and otherwise x.
+  const bool scaled_late = kBias == Bias::kNone && (!kGeneral || (p.softcap == 0.0f && p.scale > 0.0f));
+  const float log2_factor = scaled_late ? p.scale * kLog2e : kLog2e;
+
+  uint32_t slot = 0;  // counts the parts
+  float o[kO][4], x[kS][4];
+  SoftmaxRows soft{};
+  uint32_t a[kS / 2][4];  // p, as operand fragments: two column blocks to one k block
+  const uint32_t* bits = nullptr;
+  int second_bits = 0;
+  MaskBits<kKeys> mask;
+  uint32_t bias_row = 0;
+  if constexpr (kBias == Bias::kTile)
+    bias_row =
+        q_tile + Shape::kBiasAt + BiasPairs<kS>::lane_row(plan, p.bias.group != 0, 64 * group + warp % 4 * 16, p.G);
+
+  // A stage is given back when all lanes of the warp have read it.
+  const auto release_products = [&](uint64_t* empty) {  // after the wait for wgmma, which the warp does as one
+    if (lane == 0) arrive(empty);
+  };
+  const auto release = [&](uint64_t* empty) {
+    __syncwarp();
+    release_products(empty);
+  };
+  // Which keys come next, waiting until they are there. Asks for their mask bits.
+  const auto next_part = [&](uint32_t nothing = 0) {
+    wait(&bar.k_full[slot % kStages], (slot / kStages & 1) ^ nothing);
+    const Part part{*const_cast<volatile int*>(&bar.part[slot % kStages])};
+    if constexpr (kMask == Mask::kBits)
+      if (!part.none() && !part.full())
+        mask.load(bits, second_bits, part.number() * kKeys, kGeneral && p.bits.col == 0);
+    return part;
+  };
+  const auto multiply_keys = [&](uint32_t q, uint32_t stage) {
+    const uint32_t k = k_low + stage * (Shape::kTileBytes / 16);
+    constexpr int kSteps = kRowBytes / 32;  // of 16 channels, in a panel
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 16; ++c)
+      wgmma_shared<T>(x, described(q + (c / kSteps * kQueryPanel + c % kSteps * 32) / 16),
+                      described(k + (c / kSteps * kKeyPanel + c % kSteps * 32) / 16), c > 0);
+    wgmma_commit();
+  };
+  // p v of the part before `slot`.
+  const auto multiply_values = [&](uint32_t stage) {
+    const uint32_t v = v_low + stage * (Shape::kTileBytes / 16);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < kKeys / 16; ++c)
+      wgmma_registers<T>(o, a[c][0], a[c][1], a[c][2], a[c][3], described(v + c * (16 * kRowBytes / 16)));
+    wgmma_commit();
+  };
+  const auto wait_for_values = [&] { wait(&bar.v_full[(slot - 1) % kStages], (slot - 1) / kStages & 1); };
+  // From products to logits to (unnormalised) probabilities in x.
+  int last_inner_key = 0;  // parts that begin after it reach past what some row sees
+  const auto softmax = [&](Part part, int t0) {
+    const int key = part.number() * kKeys, stage = slot % kStages;
+    const bool intervals = has_intervals && !part.full();
+    const uint32_t side = q_tile + plan.side_at + stage * plan.side_stage;
+    if (with_side) wait(&bar.side_full[stage], slot / kStages & 1);
+
+    float factor = p.scale;
+    if (kGeneral && p.softcap != 0.0f) {
+      const float inner = p.scale / p.softcap;
+#pragma unroll
+      for (int n = 0; n < kS; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][i] = p.softcap * ptx::tanh(x[n][i] * inner);
+      factor = 1.0f;
+    }
+    bool hide = kMask == Mask::kBits && !part.full();
+    if constexpr (kBias == Bias::kTile) {
+      const int bias_stage = slot & bias_two;
+      wait(&bar.bias_full[bias_stage], slot >> bias_two & 1);
+      if (!kGeneral || p.bias_dtype != DType::kF32) {
+        const uint32_t row = bias_row + bias_stage * plan.bias_stage;
+        const auto add = [&](auto element, auto masked) {
+          BiasPairs<kS> pairs;
+          pairs.template add<decltype(element), decltype(masked)::value>(x, row, plan.bias_panel, factor, mask);
+        };
+        const auto add_masked_or_not = [&](auto element) {
+          if (kMask == Mask::kBits && hide) add(element, std::true_type());
+          else add(element, std::false_type());
+        };
+        if (!kGeneral || p.bias_dtype == kSameDType) add_masked_or_not(T());
+        else add_masked_or_not(std::conditional_t<std::is_same_v<T, __half>, __nv_bfloat16, __half>());
+        hide = false;
+      } else {
+        add_f32_bias(x, q_tile + Shape::kBiasAt + bias_stage * plan.bias_stage, plan, p.bias.group != 0, rows, factor);
+      }
+      release(&bar.bias_empty[bias_stage]);
+    } else if constexpr (kBias == Bias::kKey) {
+      add_key_bias(x, side, factor);
+    } else if (kGeneral && factor <= 0.0f) {  // so that the largest product is the largest logit
+#pragma unroll
+      for (int n = 0; n < kS; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][i] *= factor;
+    }
+    if constexpr (kMask == Mask::kBits)
+      if (hide) mask.hide(x);
+    if constexpr (kMask != Mask::kNone)
+      if (intervals)
+        hide_by_intervals(x, side + (kBias == Bias::kKey ? 4 * kKeys : 0), p.start.group != 0, p.G, rows, t0);
+    if (with_side) release(&bar.side_empty[stage]);
+    if (key > last_inner_key) hide_by_position(x, p, rows, t0, key);
+
+    float peak[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float chain[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) chain[n] = fmaxf(x[n][2 * i], x[n][2 * i + 1]);
+#pragma unroll
+      for (int n = 4; n < kS; ++n) chain[n % 4] = fmaxf(chain[n % 4], fmaxf(x[n][2 * i], x[n][2 * i + 1]));
+      peak[i] = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
+    }
+    // False where peak and reference are -inf.
+    const auto above = [&](int i) { return (peak[i] - soft.reference[i]) * log2_factor > kSlack; };
+    soft.moved = __any_sync(~0u, above(0) || above(1));
+    if (soft.moved) {
+#pragma unroll
+      for (int distance = 1; distance <= 2; distance *= 2)  // a row is spread over the four lanes of a quad
+#pragma unroll
+        for (int i = 0; i < 2; ++i) peak[i] = fmaxf(peak[i], __shfl_xor_sync(~0u, peak[i], distance));
+      bool large = false;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (is_hidden(peak[i])) peak[i] = -INFINITY;
+        const bool move = above(i);
+        soft.rescale[i] = move ? ptx::exp2((soft.reference[i] - peak[i]) * log2_factor) : 1.0f;
+        if (move) soft.reference[i] = peak[i];
+        soft.sum[i] *= soft.rescale[i];
+        soft.shift[i] = soft.reference[i] == -INFINITY ? 0.0f : soft.reference[i] * log2_factor;
+        large |= soft.reference[i] != -INFINITY && fabsf(soft.reference[i]) > kLarge;
+      }
+      if constexpr (kBias != Bias::kNone) soft.large = __any_sync(~0u, large);
+    }
+    if constexpr (kBias != Bias::kNone)
+      if (soft.large) {  // rows of very large logits are shifted before they are multiplied
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float shift = soft.reference[i] == -INFINITY ? 0.0f : soft.reference[i];
+          soft.shift[i] = 0.0f;
+#pragma unroll
+          for (int n = 0; n < kS; ++n) x[n][2 * i] -= shift, x[n][2 * i + 1] -= shift;
+        }
+      }
+    float sum[2] = {};
+#pragma unroll
+    for (int n = 0; n < kS; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& y = x[n][e];
+        y = y * log2_factor - soft.shift[e / 2];
+        y = ptx::exp2(y);
+        sum[e / 2] += y;
+      }
+    soft.sum[0] += sum[0], soft.sum[1] += sum[1];
+  };
+  const auto rescale_output = [&] {
+    if (soft.moved) {
+#pragma unroll
+      for (int n = 0; n < kO; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[n][i] *= soft.rescale[i / 2];
+    }
+  };
+  const auto pack = [&] {
+#pragma unroll
+    for (int c = 0; c < kS / 2; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        a[c][i] = ptx::pack<T>(x[2 * c + i / 2][2 * (i % 2)], x[2 * c + i / 2][2 * (i % 2) + 1]);
+  };
+#pragma unroll 1
+  for (int round = 0; round * static_cast<int>(gridDim.x) < plan.items; ++round) {
+    const int index = tile_of_round(round);
+    if (index >= plan.items) break;
+    const Item item(p, plan, index);
+    const int t0 = item.t0;
+    last_inner_key = static_cast<int>(p.S) - kKeys;
+    if (p.causal)
+      last_inner_key = min(last_inner_key, t0 + first_query + static_cast<int>(p.causal_offset()) + 1 - kKeys);
+    if constexpr (kMask == Mask::kBits) {
+      const auto row = [&](int i) {
+        return min(t0 + min(rows.query(i), plan.queries - 1), static_cast<int>(p.T) - 1) * p.bits.row +
+               rows.head(i) * p.bits.group;
+      };
+      bits = static_cast<const uint32_t*>(p.bits.data) + offset_of(p, p.bits, item.batch, item.kv_head, 0) + row(0);
+      second_bits = static_cast<int>(row(1) - row(0));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) soft.reference[i] = -INFINITY, soft.sum[i] = 0.0f, soft.shift[i] = 0.0f;
+    soft.large = false;
+#pragma unroll
+    for (int n = 0; n < kO; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[n][i] = 0.0f;
+
+    const uint32_t q_stage = round % Shape::kQueryStages, q = uniform(q_low + q_stage * (Shape::kQueryBytes / 16));
+    Part part = next_part();
+    if (!part.none()) {
+      wait(&bar.q_full[q_stage], round / Shape::kQueryStages & 1);
+      const uint32_t stage = uniform(slot % kStages);
+      multiply_keys(q, stage);
+      wgmma_wait<0>();
+      hold(x);
+      release(&bar.k_empty[slot % kStages]);
+      softmax(part, t0);
+      bool last = part.last();
+      ++slot;
+      if (!last) part = next_part();
+      pack();
+#pragma unroll 1
+      while (!last) {
+        const uint32_t stage = uniform(slot % kStages);
+        wait_for_values();
+        multiply_keys(q, stage);
+        multiply_values(stage ^ 1);
+        wgmma_wait<1>();
+        hold(x);
+        release_products(&bar.k_empty[slot % kStages]);
+        softmax(part, t0);
+        last = part.last();
+        ++slot;
+        // The exponentials belong above the wait for p v, and ptxas likes them below it. A branch on something that
+        // depends on all of them (sums are never negative) stands between: the one of looking for the next keys. See
+        // check_sass.py.
+        if (!last) part = next_part(soft.sum[0] + soft.sum[1] < 0.0f);
+        wgmma_wait<0>();
+        hold(o);
+        release_products(&bar.v_empty[slot % kStages]);
+        rescale_output();
+        pack();
+      }
+      release_products(&bar.q_empty[q_stage]);
+      const uint32_t before = uniform((slot - 1) % kStages);
+      wait_for_values();
+      multiply_values(before);
+      wgmma_wait<0>();
+      hold(o);
+      release(&bar.v_empty[(slot - 1) % kStages]);
+    } else {
+      // Each slot is waited for before it is given back: its barriers must not run a phase ahead of the producer.
+      wait(&bar.q_full[q_stage], round / Shape::kQueryStages & 1);
+      release(&bar.q_empty[q_stage]);
+      release(&bar.k_empty[slot % kStages]);
+      wait(&bar.v_full[slot % kStages], slot / kStages & 1);
+      release(&bar.v_empty[slot % kStages]);
+      if (with_side) {
+        wait(&bar.side_full[slot % kStages], slot / kStages & 1);
+        release(&bar.side_empty[slot % kStages]);
+      }
+      if (kBias == Bias::kTile) {
+        wait(&bar.bias_full[slot & bias_two], slot >> bias_two & 1);
+        release(&bar.bias_empty[slot & bias_two]);
+      }
+      ++slot;
+    }
+
+    T* const out = static_cast<T*>(p.out.data) + offset_of(p, p.out, item.batch, item.kv_head, 0);
+    float* const lse = static_cast<float*>(p.lse.data) + offset_of(p, p.lse, item.batch, item.kv_head, 0);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float total = soft.sum[i];
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      const int t = t0 + rows.query(i);
+      const bool inside = rows.query(i) < plan.queries && t < p.T;
+      const float inverse = total > 0.0f ? 1.0f / total : total == 0.0f ? 0.0f : total;  // NaN stays NaN
+      const float row_lse =
+          total == 0.0f ? -INFINITY : soft.reference[i] * (scaled_late ? p.scale : 1.0f) + logf(total);
+      if (plan.splits > 1) {
+        const int64_t row = (int64_t{item.batch * p.K + item.kv_head} * p.G + rows.head(i)) * p.T + t;
+        const int64_t count = p.B * p.N * p.T, at = item.split * count + row;
+        if (inside) {
+#pragma unroll
+          for (int n = 0; n < kO; ++n) {
+            const int c = 8 * n + 2 * (lane % 4);
+            if (c < p.Hv)
+              *reinterpret_cast<float2*>(plan.partial + at * p.Hv + c) =
+                  make_float2(o[n][2 * i] * inverse, o[n][2 * i + 1] * inverse);
+          }
+          if (lane % 4 == 0) plan.partial[plan.splits * count * p.Hv + at] = row_lse;
+        }
+        continue;
+      }
+      T* const target = out + t * p.out.row + rows.head(i) * p.out.group;
+#pragma unroll
+      for (int n = 0; n < kO; n += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[j] = ptx::pack<T>(o[n + j][2 * i] * inverse, o[n + j][2 * i + 1] * inverse);
+        transpose_quad(words);
+        const int c = 8 * (n + lane % 4);
+        if (inside && c < p.Hv)
+          *reinterpret_cast<uint4*>(target + c) = make_uint4(words[0], words[1], words[2], words[3]);
+      }
+      if (inside && lane % 4 == 0) lse[t * p.lse.row + rows.head(i) * p.lse.group] = row_lse;
+    }
+  }
+}
+
+// Puts together what the splits of a row computed. For a warp a row.
+template <class T>
+__global__ void __launch_bounds__(128)
+    jax_dma_sm90_combine(const __grid_constant__ Problem p, const float* __restrict__ partial, int splits) {
+  const int64_t rows = p.B * p.N * p.T, row = blockIdx.x * int64_t{4} + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (row >= rows) return;
+  const float* const lses = partial + splits * rows * p.Hv + row;
+  float peak = -INFINITY, total = 0.0f;
+  for (int s = lane; s < splits; s += 32) peak = fmaxf(peak, lses[s * rows]);
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, distance));
+  const float reference = peak == -INFINITY ? 0.0f : peak;
+  float2 sum[4] = {};
+#pragma unroll 4
+  for (int s = 0; s < splits; ++s) {
+    const float weight = ptx::exp2((lses[s * rows] - reference) * kLog2e);
+    total += weight;
+    const float* const source = partial + (s * rows + row) * p.Hv;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int c = 64 * j + 2 * lane;
+      if (c >= p.Hv) continue;
+      const float2 y = *reinterpret_cast<const float2*>(source + c);
+      sum[j].x += weight * y.x, sum[j].y += weight * y.y;
+    }
+  }
+  const int64_t t = row % p.T, head = row / p.T;
+  const int g = static_cast<int>(head % p.G), kv_head = static_cast<int>(head / p.G % p.K);
+  const int64_t batch = head / p.N;
+  const float inverse = total > 0.0f ? 1.0f / total : total == 0.0f ? 0.0f : total;
+  T* const out = static_cast<T*>(p.out.data) + offset_of(p, p.out, batch, kv_head, g) + t * p.out.row;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int c = 64 * j + 2 * lane;
+    if (c < p.Hv) *reinterpret_cast<uint32_t*>(out + c) = ptx::pack<T>(sum[j].x * inverse, sum[j].y * inverse);
+  }
+  if (lane == 0)
+    static_cast<float*>(p.lse.data)[offset_of(p, p.lse, batch, kv_head, g) + t * p.lse.row] =
+        total == 0.0f ? -INFINITY : reference + logf(total);
+}
+
+}  // namespace jax_dma::sm90

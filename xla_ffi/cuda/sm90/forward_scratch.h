@@ -1,0 +1,16 @@
+// Scratch of the forward kernels: where few tiles have many keys, the keys of a tile are divided among several blocks,
+// and what each computes lies here until it is put together.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_dma::sm90 {
+
+// f32, [splits, B, N, T, Hv + 1]: 264 / (query tiles * B * K) splits are the most that are of use on 132 processors,
+// and no more than key tiles / 8. Less, or none, is allowed.
+struct ForwardScratch {
+  float* data = nullptr;
+  int64_t floats = 0;
+};
+
+}  // namespace jax_dma::sm90

@@ -1,0 +1,158 @@
+// Chooses the instantiations of the Hopper backward kernels for a problem and launches them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "../sm80/launch_common.cuh"
+#include "backward.cuh"
+#include "launch.h"
+
+namespace jax_dma::sm90 {
+
+inline DBias dbias_mode_of(const Problem& p) {
+  if (!p.dbias.present()) return DBias::kNone;
+  if (p.dbias.row == 0) return p.dbias.group == 0 ? DBias::kKey : DBias::kPerHead;
+  return p.dbias.group == 0 ? DBias::kPerQuery : DBias::kPerRow;
+}
+
+// [batch, position, head, channel] in boxes of `box_rows` positions x `box_heads` heads x 64 channels, 128-byte swizzle;
+// what lies outside is read as 0. False if the view cannot be described.
+inline bool make_map(const Problem& p, const View& view, int64_t length, int heads, int channels, int box_heads,
+                     int box_rows, CUtensorMap* map, int64_t* entry) {
+  const bool query = heads != p.K || p.G == 1;  // q and dout have K * G heads
+  const int64_t head_stride = query && p.G > 1 ? view.group : view.kv;
+  if (query && p.G > 1 && p.K > 1 && view.kv != p.G * view.group) return false;
+  *entry = std::max<int64_t>(length * view.row, 8);
+  int64_t entries = 1;
+  for (int axis = 0; axis < p.batch_rank; ++axis) {
+    if (view.batch[axis] % *entry != 0) return false;
+    entries += (p.batch_size[axis] - 1) * (view.batch[axis] / *entry);
+  }
+  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(channels), static_cast<cuuint64_t>(heads),
+                               static_cast<cuuint64_t>(length), static_cast<cuuint64_t>(entries)};
+  const cuuint64_t strides[3] = {static_cast<cuuint64_t>(heads > 1 ? head_stride : channels) * 2,
+                                 static_cast<cuuint64_t>(length > 1 ? view.row : heads * channels) * 2,
+                                 static_cast<cuuint64_t>(*entry) * 2};
+  for (const cuuint64_t stride : strides)
+    if (stride == 0 || stride % 16 != 0 || stride >= (1ull << 40)) return false;
+  if (reinterpret_cast<uintptr_t>(view.data) % 16 != 0) return false;
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows), 1},
+                   steps[4] = {1, 1, 1, 1};
+  return encode_tiled()(map,
+                        p.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+                        view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <class T>  // the element type of the call: one such kernel for each translation unit
+__global__ void jax_dma_sm90_round_dbias(const float* sums, void* dbias, int64_t elements, DType dtype) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i < elements) store_value(dbias, i, sums[i], dtype);
+}
+
+// Whether two neighbouring keys, the first one even, lie at an aligned address (4 bytes, or 8 of f32).
+inline bool pairs_are_aligned(const Problem& p, const View& view) {
+  bool aligned = view.present() && view.col == 1 && reinterpret_cast<uintptr_t>(view.data) % 8 == 0;
+  aligned = aligned && view.row % 2 == 0 && view.group % 2 == 0 && view.kv % 2 == 0;
+  for (int axis = 0; axis < p.batch_rank; ++axis) aligned = aligned && view.batch[axis] % 2 == 0;
+  return aligned;
+}
+
+// How a call's logits and dbias go through shared memory, and the maps of bias and dbias. False if it does not fit.
+template <int kHeadDim>
+bool plan_logits(const Problem& p, float* dbias_sums, BackwardPlan* plan, BackwardMaps* maps) {
+  constexpr int kLimit = 227 * 1024 - 1024;  // barriers and tables are beside it
+  const int queries = queries_per_tile(p.G) / kQueryParts;
+  const bool grouped = p.G == 1 || p.G == 2 || p.G == 4 || p.G == 8;  // query = row >> shift
+  const int group_shift = p.G == 2 ? 1 : p.G == 4 ? 2 : p.G == 8 ? 3 : 0;
+  const auto shift_of = [&](const View& view) { return grouped && view.group == 0 ? group_shift : 0; };
+  const auto panel_of = [](int shift) { return std::max(kRows >> shift, 8) * 128; };
+  const bool tile_bias = p.bias.present() && (p.bias.row != 0 || p.bias.group != 0);
+  // A map of boxes of 128 bytes of keys and a tile's rows.
+  const auto map_of = [&](CUtensorMap* map, bool* has_batch, const View& view, void* data, DType dtype, int queries) {
+    const int group = view.group != 0 ? p.G : 1;
+    const int64_t batch = batch_stride(p, view);
+    *has_batch = batch > 0;
+    return view.row != 0 && (grouped || view.group != 0) && batch >= 0 && sm80::bias_is_aligned(p, view) &&
+           encode(map, dtype, data, p.S,
+                  {{group, view.group, group}, {p.T, view.row, queries}, {p.K, view.kv, 1}, {p.B, batch, 1}});
+  };
+
+  plan->group_shift = grouped ? group_shift : -1;
+  plan->dbias = dbias_mode_of(p);
+  plan->dbias_pairs = pairs_are_aligned(p, p.dbias);
+  if (p.bits.present()) plan->bits_shift = shift_of(p.bits), plan->bits_stage = (kRows >> plan->bits_shift) * 16;
+  if (tile_bias) {
+    plan->bias_shift = shift_of(p.bias), plan->bias_panel = panel_of(plan->bias_shift);
+    plan->bias_stage = plan->bias_panel * (p.bias_dtype == DType::kF32 ? 4 : 2);
+    plan->bias_aligned = sm80::bias_is_aligned(p, p.bias);
+    plan->bias_by_tma = map_of(&maps->bias, &plan->bias_batch, p.bias, p.bias.data, p.bias_dtype, queries);
+    if (plan->dbias == DBias::kPerQuery || plan->dbias == DBias::kPerRow) {
+      plan->dbias_shift = shift_of(p.dbias), plan->dbias_panel = panel_of(plan->dbias_shift);
+      plan->dbias_f32 = dbias_sums != nullptr || p.bias_dtype == DType::kF32;
+      void* const data = dbias_sums ? dbias_sums : p.dbias.data;
+      const DType dtype = plan->dbias_f32 ? DType::kF32 : p.bias_dtype;
+      const int zero_rows = BackwardShape<kHeadDim>::kDQBytes / 128 / (plan->dbias_f32 ? 2 : 1);
+      plan->zero_queries = zero_rows / (p.dbias.group != 0 ? p.G : 1) / queries * queries;
+      plan->dbias_by_tma = map_of(&maps->dbias, &plan->dbias_batch, p.dbias, data, dtype, queries) &&
+                           map_of(&maps->zeros, &plan->dbias_batch, p.dbias, data, dtype, std::max(plan->zero_queries, queries));
+    }
+  }
+  // What is dearest goes first when space is short: the second stage, then dbias's.
+  for (;; plan->dbias_by_tma = false) {
+    const int dbias_bytes = plan->dbias_by_tma ? plan->dbias_panel * (plan->dbias_f32 ? 4 : 2) : 0;
+    for (plan->logit_stages = 2; plan->logit_stages > 0; --plan->logit_stages) {
+      plan->dbias_at = BackwardShape<kHeadDim>::kLogits;
+      plan->bias_at = plan->dbias_at + dbias_bytes;
+      plan->bits_at = plan->bias_at + plan->logit_stages * plan->bias_stage;
+      plan->shared = plan->bits_at + plan->logit_stages * plan->bits_stage;
+      if (plan->shared <= kLimit) return true;
+    }
+    if (!plan->dbias_by_tma) return false;
+  }
+}
+
+template <class T, int kHeadDim>
+cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cudaStream_t stream) {
+  using sm80::launch;
+  if (p.T == 0 || p.S == 0 || p.B == 0 || p.G > kRows || p.H % 8 != 0 || p.Hv % 8 != 0 || encode_tiled() == nullptr)
+    return cudaErrorNotSupported;
+  const int queries = queries_per_tile(p.G) / kQueryParts;
+  BackwardMaps maps{};
+  BackwardPlan plan{};
+  if (!make_map(p, p.q, p.T, p.N, p.H, p.G, queries, &maps.q, &maps.q_entry) ||
+      !make_map(p, p.dout, p.T, p.N, p.Hv, p.G, queries, &maps.dout, &maps.dout_entry) ||
+      !make_map(p, p.k, p.S, p.K, p.H, 1, kKeys, &maps.k, &maps.k_entry) ||
+      !make_map(p, p.v, p.S, p.K, p.Hv, 1, kKeys, &maps.v, &maps.v_entry) ||
+      !plan_logits<kHeadDim>(p, buffers.dbias, &plan, &maps))
+    return cudaErrorNotSupported;
+
+  const BackwardScratch scratch{buffers.row_stats, buffers.dq, buffers.turn, buffers.dbias, ceil_div(p.T, queries)};
+  const int64_t tiles = p.B * p.K * scratch.tiles;
+  cudaError_t error = launch(jax_dma_sm90_row_stats<T, kHeadDim>, tiles, 256, 0, stream, p, scratch);
+  if (error == cudaSuccess && buffers.dbias != nullptr)
+    error = cudaMemsetAsync(buffers.dbias, 0, buffers.dbias_elements * sizeof(float), stream);
+
+  // Blocks that add to one element of dbias are launched one after another where the order of additions must be fixed.
+  const int parts = static_cast<int>(ceil_div(p.S, kKeys)), heads = static_cast<int>(p.B * p.K);
+  const bool in_order = p.deterministic && buffers.dbias != nullptr;
+  plan.heads = in_order ? 1 : heads;
+  plan.parts = in_order && p.dbias.col == 0 ? 1 : parts;
+  plan.chunk = p.causal ? std::min(plan.heads, 16) : 1;
+  for (plan.first_head = 0; plan.first_head < heads; plan.first_head += plan.heads)
+    for (plan.first_part = 0; plan.first_part < parts && error == cudaSuccess; plan.first_part += plan.parts)
+      error = sm80::with_kinds(p, [&](auto mask, auto bias) {
+        return launch(jax_dma_sm90_backward<T, kHeadDim, decltype(mask), decltype(bias)>,
+                      int64_t{plan.parts} * plan.heads, kThreads, plan.shared, stream, p, maps, scratch, plan);
+      });
+  if (error == cudaSuccess) error = launch(jax_dma_sm90_reorder_dq<T, kHeadDim>, tiles, 256, 0, stream, p, scratch);
+  if (error == cudaSuccess && buffers.dbias_elements > 0)
+    error = launch(jax_dma_sm90_round_dbias<T>, ceil_div(buffers.dbias_elements, 256), 256, 0, stream,
+                   static_cast<const float*>(buffers.dbias), p.dbias.data, buffers.dbias_elements, p.bias_dtype);
+  return error;
+}
+
+}  // namespace jax_dma::sm90

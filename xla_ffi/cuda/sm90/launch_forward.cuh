@@ -1,0 +1,120 @@
+// Plans a forward call, makes its tensor maps, chooses the kernel and launches it.
+#pragma once
+
+#include "../sm80/launch_common.cuh"
+#include "forward.cuh"
+#include "forward_scratch.h"
+#include "launch.h"
+
+namespace jax_dma::sm90 {
+
+inline bool encode_forward_maps(const Problem& p, Bias bias_kind, int keys, int row_bytes, ForwardMaps* maps,
+                                ForwardPlan* plan) {
+  const int64_t qb = batch_stride(p, p.q), kb = batch_stride(p, p.k), vb = batch_stride(p, p.v);
+  const int64_t bb = batch_stride(p, p.bias);
+  if (qb < 0 || kb < 0 || vb < 0) return false;
+  plan->q_batch = qb != 0, plan->k_batch = kb != 0, plan->v_batch = vb != 0, plan->bias_batch = bb > 0;
+  const auto keyed = [&](CUtensorMap* map, const View& view, int64_t channels, int64_t batch) {
+    return encode(map, p.dtype, view.data, channels,
+                  {{p.S, view.row, keys}, {p.K, view.kv, 1}, {p.B, batch, 1}, {1, 0, 1}}, row_bytes);
+  };
+  if (!encode(&maps->q, p.dtype, p.q.data, p.H,
+              {{p.G, p.q.group, p.G}, {p.T, p.q.row, plan->queries}, {p.K, p.q.kv, 1}, {p.B, qb, 1}}, row_bytes))
+    return false;
+  if (!keyed(&maps->k, p.k, p.H, kb) || !keyed(&maps->v, p.v, p.Hv, vb)) return false;
+  if (bias_kind != Bias::kTile) return true;
+  const int group = p.bias.group != 0 ? p.G : 1;
+  plan->bias_by_tma =
+      bb >= 0 && p.bias.row != 0 && sm80::bias_is_aligned(p, p.bias) &&
+      encode(&maps->bias, p.bias_dtype, p.bias.data, p.S,
+             {{group, p.bias.group, group}, {p.T, p.bias.row, plan->queries}, {p.K, p.bias.kv, 1}, {p.B, bb, 1}});
+  return true;
+}
+
+// How many parts to divide the keys of each tile among, so that few tiles still fill the device. Partial results must
+// fit in the scratch.
+constexpr int kFewestKeyTiles = 8;  // of a split
+inline int choose_splits(const Problem& p, int64_t tiles, int blocks, int64_t scratch_floats) {
+  const int64_t a_split = p.B * p.N * p.T * (p.Hv + 1);
+  const int64_t most = std::min<int64_t>({scratch_floats / a_split, p.key_tiles / kFewestKeyTiles, 2 * blocks / tiles});
+  int best = 1;
+  double best_use = 0;
+  for (int splits = 1; splits <= most; ++splits) {
+    const int64_t items = tiles * splits;
+    const double use = static_cast<double>(items) / (ceil_div(items, blocks) * blocks);
+    if (use > best_use + 0.02) best = splits, best_use = use;
+  }
+  return best;
+}
+
+template <class T, int kHeadDim>
+cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cudaStream_t stream) {
+  using Shape = ForwardShape<kHeadDim>;
+  if (p.T == 0 || p.S == 0 || p.B == 0 || p.G > kTileRows) return cudaErrorNotSupported;
+  int device = 0, shared = 0, processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+
+  const auto run = [&](auto mask, auto bias) {
+    ForwardMaps maps{};
+    ForwardPlan plan{};
+    const int tile_queries = queries_per_tile(p.G);
+    plan.queries =
+        Shape::kRows > kTileRows && tile_queries % 2 == 0 ? tile_queries * Shape::kRows / kTileRows : tile_queries;
+    plan.consumers = std::min<int64_t>(p.T, plan.queries) * p.G <= 64 ? 128 : Shape::kConsumers;
+    const int64_t tiles = ceil_div(p.T, plan.queries), heads = p.K * p.B, blocks = processors;
+    plan.splits = choose_splits(p, tiles * heads, processors, scratch.floats);
+    plan.split_tiles = static_cast<int>(ceil_div(p.key_tiles, plan.splits));
+    plan.splits = static_cast<int>(ceil_div(p.key_tiles, plan.split_tiles));
+    plan.partial = scratch.data;
+    const int64_t items = tiles * heads * plan.splits;
+    // Distances between rows of the packed mask are held in 32 bits.
+    const int64_t mask_span = p.bits.group * (p.G - 1) + p.bits.row * Shape::kRows;
+    if (items > INT32_MAX / 2 || mask_span > INT32_MAX) return cudaErrorNotSupported;
+    plan.items = static_cast<int>(items);
+    plan.order = tile_order(tiles, heads, p.S * (p.H + p.Hv) * 2, processors);
+    if (!encode_forward_maps(p, bias.kind, Shape::kKeys, Shape::kRowBytes, &maps, &plan)) return cudaErrorNotSupported;
+
+    const bool intervals = p.start.present();
+    plan.side_stage = (bias.kind == Bias::kKey ? 4 * Shape::kKeys : 0) +
+                      (intervals ? 8 * Shape::kKeys * (p.start.group != 0 ? p.G : 1) : 0);
+    const int rest = kStages * plan.side_stage + static_cast<int>(sizeof(ForwardBarriers));
+    int bias_stages = kStages;
+    if (bias.kind == Bias::kTile) {
+      plan.bias_rows = plan.queries * (p.bias.group != 0 ? p.G : 1);
+      plan.bias_panel = (plan.bias_rows * 128 + 1023) / 1024 * 1024;
+      plan.bias_stage = plan.bias_panel * (Shape::kKeys * (p.bias_dtype == DType::kF32 ? 4 : 2) / 128);
+      if (Shape::kBiasAt + bias_stages * plan.bias_stage + rest > shared) bias_stages = 1;
+    }
+    plan.bias_two = bias_stages - 1;
+    plan.side_at = Shape::kBiasAt + bias_stages * plan.bias_stage;
+    plan.barriers_at = plan.side_at + kStages * plan.side_stage;
+    const int bytes = plan.barriers_at + static_cast<int>(sizeof(ForwardBarriers));
+    if (bytes > shared) return cudaErrorNotSupported;
+
+    const bool general =
+        p.softcap != 0.0f || p.scale <= 0.0f || (p.bits.present() && (intervals || p.bits.col == 0)) ||
+        (bias.kind == Bias::kTile && (!plan.bias_by_tma || p.bias_dtype != p.dtype || bias_stages == 1));
+    // A block takes every blocks-th tile or so: neighbours in the order have lists of much the same length.
+    const auto launch = [&](auto kernel) {
+      return sm80::launch(kernel, std::min(items, blocks), Shape::kThreads, bytes, stream, p, maps, plan);
+    };
+    using MaskKind = decltype(mask);
+    using BiasKind = decltype(bias);
+    const cudaError_t launched = general ? launch(jax_dma_sm90_forward<T, kHeadDim, MaskKind, BiasKind, true>)
+                                         : launch(jax_dma_sm90_forward<T, kHeadDim, MaskKind, BiasKind, false>);
+    if (plan.splits == 1 || launched != cudaSuccess) return launched;
+    return sm80::launch(jax_dma_sm90_combine<T>, ceil_div(p.B * p.N * p.T, 4), 128, 0, stream, p, plan.partial,
+                        plan.splits);
+  };
+  return sm80::with_kinds(p, run);
+}
+
+template <class T, int kHeadDim>
+cudaError_t launch_forward(const Problem& p, cudaStream_t stream) {
+  return launch_forward<T, kHeadDim>(p, ForwardScratch{}, stream);
+}
+
+}  // namespace jax_dma::sm90
