@@ -24,12 +24,13 @@ NATIVE := CMakeLists.txt pyproject.toml $(shell find cmake xla_ffi -type f)
 SETTINGS := $(JAX) gpu=$(GPU) cuda=$(JAX_DMA_CUDA) archs=$(JAX_DMA_CUDA_ARCHS) nvcc=$(CUDACXX)$(CUDA_HOME)
 
 .DEFAULT_GOAL := help
-.PHONY: help install test demo bench lint clean FORCE
+.PHONY: help install test test-interop demo bench lint clean FORCE
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo      train a small language model with dynamic-mask and with full attention, and compare them'
 	@echo 'make test      run the test suite (ARGS="-k name -x" goes to pytest, WORKERS=n sets the processes)'
+	@echo 'make test-interop   install PyTorch (CPU) and transformers, and compare with their Doge models'
 	@echo 'make bench     measure forward and backward against the other attention implementations installed'
 	@echo 'make install   only make $(VENV) and build the package in it; then $(VENV)/bin/python -m jax_dma tells what works'
 	@echo 'make lint      run ruff'
@@ -40,6 +41,9 @@ help:
 
 test: install
 	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-interop: install $(VENV)/interop
+	$(VENV)/bin/pytest tests/interop $(ARGS)
 
 demo: install
 	$(PY) examples/demo.py $(ARGS)
@@ -114,6 +118,14 @@ $(VENV)/installed: $(NATIVE) $(VENV)/packages
 	@echo '==> [4/4] jax_dma (compiling; the log is $(VENV)/install.log)'
 	@$(PY) -m pip install -v --no-build-isolation --no-deps -e . > $(VENV)/install.log 2>&1 || { tail -n 60 $(VENV)/install.log; exit 1; }
 	@sed -n 's/^ *-- jax_dma: /    /p' $(VENV)/install.log
+	@touch $@
+
+# PyTorch for CPUs: the wheel, if pip was told of a folder with one, or from where PyTorch publishes it. The one on PyPI
+# brings CUDA along.
+$(VENV)/interop: $(VENV)/packages
+	@echo '==> PyTorch (CPU), transformers, safetensors'
+	@$(PY) -m pip install -qq --no-index --no-deps torch 2>/dev/null || $(PY) -m pip install -qq --index-url https://download.pytorch.org/whl/cpu torch
+	@$(PY) -m pip install -qq torch transformers safetensors
 	@touch $@
 
 FORCE:

@@ -143,9 +143,7 @@ def _add_sinks(out, lse, sinks):
 
 def _attend(call, q, k, v, visibility, bias):
     if call.implementations[0] == "xla":  # plain JAX, differentiable in every mode
-        return xla.attention(
-            q, k, v, visibility, bias, causal=call.causal, scale=call.scale, softcap=call.softcap
-        )
+        return xla.attention(q, k, v, visibility, bias, causal=call.causal, scale=call.scale, softcap=call.softcap)
     return op.attend(call, q, k, v, visibility, bias)
 
 

@@ -26,8 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from jax_dma import checks, masks, op
-from jax_dma.attention import _names as implementations_of
-from jax_dma.attention import _same_shape, _serving, _with_rank
+from jax_dma.attention import _add_sinks, _names as _implementations, _same_shape, _serving, _with_rank, check
 from jax_dma.attention import attention as attention_of_one_device
 from jax_dma.masks import KeyIntervals
 from jax_dma.mesh import align_varying, vary_over, varying_axes, widen_if_summed
@@ -52,6 +51,7 @@ def attention(
     mesh=None,
     batch_axes=None,
     head_axes=None,
+    sinks=None,
     is_causal=False,
     scale=None,
     logits_soft_cap=None,
@@ -79,6 +79,7 @@ def attention(
       batch_axes, head_axes: outside a ``shard_map``, the mesh axes (a name, or a tuple of them) that the first batch
         axis and the heads are split over; arrays are resharded to fit. With explicit mesh axes the default is what q's
         type says.
+      sinks: float ``[N]`` as in :func:`jax_dma.attention`; in a ``shard_map``, those of this device's heads.
       is_causal, scale, logits_soft_cap, return_lse, deterministic, implementation: as in :func:`jax_dma.attention`.
 
     Returns:
@@ -93,23 +94,20 @@ def attention(
             raise ValueError(f"{name} must be one of {known}, got {value!r}")
     if isinstance(mask, MaskPlan):
         raise TypeError("mask must be a bool array or KeyIntervals here, not a MaskPlan: devices plan their own parts")
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
-    checks.check_arrays(q, k, v)
-    options = dict(
-        is_causal=is_causal, scale=scale, logits_soft_cap=logits_soft_cap, return_lse=return_lse,
-        deterministic=deterministic, implementation=implementation,
-    )  # fmt: skip
+    options = dict(is_causal=is_causal, scale=scale, logits_soft_cap=logits_soft_cap, deterministic=deterministic)
+    call, _ = check(q, k, v, None, None, sinks=sinks, return_lse=return_lse, **options)
+    call = dataclasses.replace(call, implementations=_serving(_implementations(implementation), call, q, k, v, bias))
     axis = _names(axis)
     if not axis:
         raise ValueError("axis must name at least one mesh axis")
     if isinstance(mask, KeyIntervals):
         start, end = _same_shape(*(_with_rank(x, q.ndim - 1) for x in (mask.start, mask.end)))
         mask = dataclasses.replace(mask, start=start, end=end)
-    local = functools.partial(_attention, axis=axis, method=method, order=order, **options)
+    local = functools.partial(_attention, call=call, axis=axis, method=method, order=order)
     split = _Split.of(q, mesh, axis, batch_axes, head_axes)
     with jax.named_scope("jax_dma.context.attention"):
-        results = local(q, k, v, mask, bias) if split is None else split.run(local, q, k, v, mask, bias)
+        arguments = (q, k, v, mask, bias, sinks)
+        results = local(*arguments) if split is None else split.run(local, *arguments)
     return results if return_lse else results[0]
 
 
@@ -267,7 +265,7 @@ class _Split:
     """The shard_map to be made."""
 
     mesh: object
-    explicit: bool
+    explicit: tuple  # of its axes
     axis: tuple
     batch: tuple
     heads: tuple
@@ -285,7 +283,7 @@ class _Split:
                 )
             return None
         mesh = _mesh(mesh)
-        explicit = AxisType.Explicit in mesh.axis_types
+        explicit = tuple(a for a, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
         if explicit:
             spec = (*jax.typeof(q).sharding.spec, *[None] * q.ndim)
             batch = _names(spec[0]) if batch_axes is None and q.ndim > 3 else batch
@@ -297,7 +295,7 @@ class _Split:
     def spec(self, *names):
         return P(*(axes or None for axes in names))
 
-    def run(self, local, q, k, v, mask, bias):
+    def run(self, local, q, k, v, mask, bias, sinks):
         """``local`` of each device's part."""
         rank = q.ndim - 3
         if isinstance(mask, KeyIntervals):
@@ -326,10 +324,12 @@ class _Split:
             T, S = x.shape[-2:]
             return self.spec(*leading(x.shape), heads, self.axis if T > 1 else (), self.axis if T == 1 < S else ())
 
-        specs = (array, array, array, jax.tree.map(broadcast, mask), jax.tree.map(broadcast, bias))
-        operands = (q, k, v, mask, bias)
+        of_sinks = None if sinks is None else self.spec(self.heads)
+        specs = (array, array, array, jax.tree.map(broadcast, mask), jax.tree.map(broadcast, bias), of_sinks)
+        operands = (q, k, v, mask, bias, sinks)
         if self.explicit:
-            operands = jax.tree.map(jax.sharding.reshard, operands, specs)
+            typed = lambda spec: P(*(tuple(a for a in axes or () if a in self.explicit) or None for axes in spec))
+            operands = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, typed(spec)), operands, specs)
         mesh = None if isinstance(self.mesh, AbstractMesh) else self.mesh
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(array, rows))(*operands)
 
@@ -400,16 +400,18 @@ class _Context:
         return _positions_of(i, self.S, self.n, self.order)
 
 
-def _attention(q, k, v, mask, bias, *, axis, method, order, return_lse, **options):
+def _attention(q, k, v, mask, bias, sinks, *, call, axis, method, order):
     """(out, lse) of this device's queries."""
     n = jax.lax.axis_size(axis)
     T, S = q.shape[-3], k.shape[-3]
     for name, length in (("T", T), ("S", S)):
         if order == "zigzag" and length % 2:
             raise ValueError(f'order="zigzag" needs an even {name} on each device, got {length}')
-    call = _describe(q, k, v, bias, **options)
     live, scattered = getattr(mask, "live", None), getattr(mask, "scattered", False)
-    context = _Context(dataclasses.replace(call, causal=False), call.causal, live, scattered, axis, order, n, T, S)
+    # Below the primitives `xla` stands in for `reference`: the same function in less memory.
+    names = tuple("xla" if name == "reference" else name for name in call.implementations)
+    kernels = dataclasses.replace(call, causal=False, implementations=names)
+    context = _Context(kernels, call.causal, live, scattered, axis, order, n, T, S)
     start, end, dense = None, None, None
     if isinstance(mask, KeyIntervals):
         start, end = mask.start, mask.end
@@ -426,23 +428,12 @@ def _attention(q, k, v, mask, bias, *, axis, method, order, return_lse, **option
     keys = _Keys(k, v, moves(dense), moves(start), moves(end), moves(bias))
     rows = _Rows(stays(dense), stays(start), stays(end), stays(bias))
     if method == "ring":
-        return _ring(context, q, keys, rows)
-    # All keys and values are brought here again in the backward pass, rather than kept.
-    kept = jax.checkpoint_policies.save_only_these_names("jax_dma_out", "jax_dma_lse", "jax_dma_plan")
-    return jax.checkpoint(functools.partial(_all_gather, context), policy=kept)(q, keys, rows)
-
-
-def _describe(q, k, v, bias, *, is_causal, scale, logits_soft_cap, deterministic, implementation):
-    """The static half of a call."""
-    scale = q.shape[-1] ** -0.5 if scale is None else checks.check_scalar("scale", scale)
-    softcap = 0.0 if logits_soft_cap is None else checks.check_scalar("logits_soft_cap", logits_soft_cap, positive=True)
-    for name, value in (("is_causal", is_causal), ("deterministic", deterministic)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
-    call = op.Call(scale, softcap, is_causal, deterministic, ())
-    names = _serving(implementations_of(implementation), call, q, k, v, bias)
-    # Below the primitives `xla` stands in for `reference`: the same function in less memory.
-    return dataclasses.replace(call, implementations=tuple("xla" if x == "reference" else x for x in names))
+        out, lse = _ring(context, q, keys, rows)
+    else:
+        # All keys and values are brought here again in the backward pass, rather than kept.
+        kept = jax.checkpoint_policies.save_only_these_names("jax_dma_out", "jax_dma_lse", "jax_dma_plan")
+        out, lse = jax.checkpoint(functools.partial(_all_gather, context), policy=kept)(q, keys, rows)
+    return (out, lse) if sinks is None else _add_sinks(out, lse, sinks)
 
 
 def _with_keys(k, length):

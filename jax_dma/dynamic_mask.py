@@ -38,7 +38,7 @@ def rotary(x, positions, *, base=10_000.0):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-@functools.partial(jax.tree_util.register_dataclass, meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DynamicMaskCache:
     """What decoding has to remember: the keys that the next query can see. A key that has been pushed out never returns,
@@ -165,7 +165,9 @@ class DynamicMaskAttention(nnx.Module):
                 kept = masks.top_k(score, self.window, valid=valid, segment_ids=segment_ids)
                 out = attend(q, k, v, kept, score[..., None, :])
         elif segment_ids is not None:
-            raise ValueError("segment_ids cannot be combined with a cache: decode each sequence as an entry of the batch")
+            raise ValueError(
+                "segment_ids cannot be combined with a cache: decode each sequence as an entry of the batch"
+            )
         elif T == 1:
             cache = _insert(cache, k, v, score, valid)
             filled = (cache.position >= 0).astype(jnp.int32)

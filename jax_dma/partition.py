@@ -339,6 +339,75 @@ def partitioned_plan(run, mask, shape):
     return list(whole(mask))
 
 
+def partitioned_along(run, operands, terms, result_terms):
+    """``run(*operands)``, a tuple, split over whatever mesh the program is compiled for, along independent axes.
+
+    Args:
+      run: a function of any part of the operands along these axes. Leading batch axes are independent.
+      operands: arrays.
+      terms: for each operand, what the axes after the batch axes are: a letter for an independent one, "." for one that
+        is kept whole. An axis of size 1 is broadcast. Sizes under one letter may be multiples of each other (query and
+        key/value heads).
+      result_terms: the same for the results, whose batch axes are full.
+    """
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    results = jax.eval_shape(lambda *operands: tuple(run(*operands)), *types)
+    rank = operands[0].ndim - len(terms[0])
+    shapes = [(x.shape, (*range(rank), *term)) for x, term in zip((*types, *results), (*terms, *result_terms))]
+    sizes = {}  # of each batch axis and letter, but for 1
+    for shape, names in shapes:
+        for size, name in zip(shape, names):
+            if size > 1 and name != ".":
+                sizes.setdefault(name, set()).add(size)
+
+    def layout(mesh, operands):
+        """The mesh axes that split each batch axis and letter."""
+        found, taken = {}, set()
+        for x, (_, names) in zip(operands, shapes):
+            for axes, size, name in zip(_spec(x, mesh), x.shape, names):
+                axes = tuple(itertools.takewhile(lambda a: a not in taken, axes))
+                parts = math.prod(mesh.shape[a] for a in axes)
+                if axes and name != "." and name not in found and all(size % parts == 0 for size in sizes[name]):
+                    found[name] = axes
+                    taken.update(axes)
+        return found
+
+    def shardings(mesh, found):
+        axes = lambda size, name: found.get(name) if size > 1 else None
+        return [NamedSharding(mesh, PartitionSpec(*map(axes, *x))) for x in shapes]
+
+    def partition(mesh, operands, _):
+        mesh = _some_mesh(mesh, operands)
+        of_all = shardings(mesh, layout(mesh, operands))
+
+        def shard(*operands):
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return tuple(run(*operands))
+
+        return mesh, shard, tuple(of_all[len(types) :]), tuple(of_all[: len(types)])
+
+    def infer(mesh, operands, _):
+        mesh = _some_mesh(mesh, operands)
+        return tuple(shardings(mesh, layout(mesh, operands))[len(types) :])
+
+    def rule(*_):
+        fresh, factors, groups = (f"x{i}" for i in itertools.count()), {}, {}
+        for name, found in sizes.items():
+            factor = f"b{name}" if isinstance(name, int) else name
+            factors[name, min(found)] = factor
+            if len(found) == 2:  # heads of two kinds
+                factors[name, max(found)], groups[f"{factor}g"] = f"({factor} {factor}g)", max(found) // min(found)
+        term = lambda shape, names: " ".join(factors.get((n, size)) or next(fresh) for size, n in zip(shape, names))
+        left, right = (", ".join(term(*x) for x in some) for some in (shapes[: len(types)], shapes[len(types) :]))
+        return f"{left} -> {right}", groups
+
+    split = custom_partitioning(lambda *operands: tuple(run(*operands)))
+    split.def_partition(
+        partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule, decode_shardings=False
+    )
+    return list(split(*operands))
+
+
 def _plan_rule(mask, shape):
     """What Shardy may propagate from a mask to its plan: batch axes, heads and queries, to their tiles as well."""
     T, _, N, K = shape

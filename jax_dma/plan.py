@@ -8,12 +8,11 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_dma import tiles
 from jax_dma.checks import check_bias, check_dense_mask
 from jax_dma.implementations import ffi
 from jax_dma.masks import top_k_operands
 from jax_dma.select import select
-from jax_dma.tiles import analyse, unpack_bits
+from jax_dma.tiles import analyse, tile_maps, unpack_bits
 
 
 @functools.partial(
@@ -102,7 +101,7 @@ def plan_top_k(bias, window, q, k, *, is_causal=False, mask=None):
         return plan(select(bias, mask, window, causal=is_causal), q, k)
     bits = select(bias, mask, window, causal=is_causal, packed=True)
     with jax.named_scope("jax_dma.plan"):
-        return MaskPlan(bits, *tiles.tile_maps(bits, T, S, N, K), T, S, N, K)
+        return MaskPlan(bits, *tile_maps(bits, T, S, N, K), T, S, N, K)
 
 
 def analyse_all(mask, *, shape):

@@ -36,8 +36,13 @@ class Visibility(NamedTuple):
 def analyse(mask, T, S, N, K):
     """bits, tiles_by_query, tiles_by_key (as in :class:`Visibility`) of a dense mask [*batch, N|K|1, T|1, S|1]."""
     bits = pack_bits(mask) if mask.shape[-1] > 1 else jnp.where(mask, jnp.uint32(_ALL_ONES), jnp.uint32(0))
+    return bits, *tile_maps(bits, T, S, N, K)
+
+
+def tile_maps(bits, T, S, N, K):
+    """tiles_by_query and tiles_by_key (as in :class:`Visibility`) of bits."""
     seen, full = _tile_classes(bits, T, S, N, K)
-    return bits, _tile_map(seen, full), _tile_map(*(jnp.swapaxes(x, -1, -2) for x in (seen, full)))
+    return _tile_map(seen, full), _tile_map(*(jnp.swapaxes(x, -1, -2) for x in (seen, full)))
 
 
 def pack_bits(mask):

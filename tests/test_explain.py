@@ -69,10 +69,9 @@ def test_paths():
 
 
 def test_types_in_place_of_arrays():
-    of = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     q, k, v = arrays(T=4096, S=4096)
     mask, bias = masks.top_k(jnp.zeros((2, 2, 4096)), 64), np.zeros((2, 2, 1, 4096), np.float32)
-    assert str(jax_dma.explain(*of((q, k, v, mask, bias)))) == str(jax_dma.explain(q, k, v, mask, bias))
+    assert str(jax_dma.explain(*types_of((q, k, v, mask, bias)))) == str(jax_dma.explain(q, k, v, mask, bias))
 
 
 def test_one_line_for_each_new_shape(caplog):
@@ -105,6 +104,20 @@ def by_hand(seen, N, K):
     return int(seen.sum()), visited
 
 
+def in_tiles(seen, rows=queries_per_tile(2)):
+    """True in all of each tile in which anything is."""
+    result = np.zeros_like(seen)
+    for t in range(0, seen.shape[-2], rows):
+        for s in range(0, seen.shape[-1], KEY_TILE):
+            tile = np.s_[..., t : t + rows, s : s + KEY_TILE]
+            result[tile] = seen[tile].any((-1, -2), keepdims=True)
+    return result
+
+
+def types_of(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
 def dense_masks():
     rng = np.random.default_rng(0)
     for heads, T, S in ((1, 300, 300), (2, 77, 300), (4, 300, 150), (2, 1, 300), (1, 300, 1), (4, 1, 1)):
@@ -123,19 +136,13 @@ def test_counts_of_dense_masks(causal):
         seen = full & triangle if causal else full
         found = jax_dma.cost(q, k, v, mask, is_causal=causal)
         assert found.exact and found.visible == by_hand(seen, 4, 2)[0]
-        # A tile is visited if mask and rule each leave something of it: they are not combined before.
-        tile = queries_per_tile(2)
-        allowed = np.add.outer(np.minimum(np.arange(T) // tile * tile + tile, T) - 1 + S - T, -(np.arange(S) // KEY_TILE) * KEY_TILE) >= 0
-        blocks = np.zeros_like(full)
-        for t in range(0, T, tile):
-            for s in range(0, S, KEY_TILE):
-                blocks[..., t : t + tile, s : s + KEY_TILE] = full[..., t : t + tile, s : s + KEY_TILE].any((-1, -2))[..., None, None]
-        assert found.visited == by_hand(blocks & allowed if causal else blocks, 4, 2)[1]
+        # A tile is visited if the mask leaves something of it, and the rule does: they are not combined before.
+        both = in_tiles(full) & in_tiles(triangle) if causal else in_tiles(full)
+        assert found.visited == by_hand(both, 4, 2)[1]
         planned = jax_dma.cost(q, k, v, jax_dma.plan(jnp.asarray(mask), q, k), is_causal=causal)
         assert (planned.visible, planned.visited) == (found.visible, found.visited)
         assert planned.forward.workspace <= found.forward.workspace
-        struct = jax.ShapeDtypeStruct(mask.shape, bool)
-        bound = jax_dma.cost(q, k, v, struct, is_causal=causal)
+        bound = jax_dma.cost(q, k, v, types_of(mask), is_causal=causal)
         assert not bound.exact and bound.visible >= found.visible and bound.visited >= found.visited
 
 
@@ -158,7 +165,7 @@ def test_counts_of_intervals(causal, shape):
         visible, visited = by_hand(seen, 4, 2)
         assert found.exact and found.visible == visible
         assert visited <= found.visited <= found.pairs  # bounds are of whole key tiles
-        bound = jax_dma.cost(q, k, v, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), mask), is_causal=causal)
+        bound = jax_dma.cost(q, k, v, types_of(mask), is_causal=causal)
         assert not bound.exact and bound.visible >= found.visible and bound.visited >= found.visited
 
 
@@ -177,8 +184,7 @@ def test_kept_keys_cost_in_proportion_to_the_window():
         q, k, v = arrays(T, T, batch=(1,))
         mask = masks.top_k(jnp.asarray(rng.standard_normal((1, 2, T)), jnp.float32), 256)
         found = jax_dma.cost(q, k, v, mask)
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), mask)
-        bound = jax_dma.cost(q, k, v, abstract)
+        bound = jax_dma.cost(q, k, v, types_of(mask))
         assert found.visible <= found.visited <= bound.visited <= found.pairs / 3
         assert found.visible == 4 * sum(min(t + 1, 256) for t in range(T))
         costs.append(found)

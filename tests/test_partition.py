@@ -162,6 +162,28 @@ def test_plan_of_a_split_mask(T, heads):
     assert collectives(jax.jit(lambda mask: split(mask)[:2]).lower(operand).compile()) == {}
 
 
+def test_independent_axes():
+    """What wraps other kernels: batch axes and what is called independent stay split, also heads of two kinds."""
+    rng = np.random.default_rng(0)
+    runs, x, rows = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((4, 8, 2, 5), (4, 7, 4, 3), (1, 7, 1, 3))
+    )
+
+    def run(runs, x, rows):  # [*batch, r, n, .], [*batch, ., n, .], [*batch|1, ., 1, .]
+        group = x.shape[-2] // runs.shape[-2]
+        x = (x * rows).sum((-3, -1))
+        return jnp.repeat(runs, group, axis=-2).sum(-1) * x[..., None, :], x
+
+    split = lambda *operands: partition.partitioned_along(run, operands, ("rn.", ".n.", ".n."), ("rn", "n"))
+    mesh = make_mesh(dict(d=2, c=2, h=2))
+    operands = put(mesh, (runs, x, rows), (P("d", "c", "h"), P("d", None, "h"), P()))
+    compiled = jax.jit(split).lower(*operands).compile()
+    for got, want in zip(compiled(*operands), run(runs, x, rows)):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert collectives(compiled) == {}
+    assert [got.sharding.spec for got in compiled(*operands)] == [P("d", "c", "h"), P("d", "h")]
+
+
 def test_heads_from_a_reshape():
     """A projection split over more devices than there are heads: each has a part of one."""
     mesh = make_mesh(dict(h=8))

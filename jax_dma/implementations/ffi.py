@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dma.tiles import TILE_ROWS, analyse, queries_per_tile
+from jax_dma.tiles import KEY_TILE, TILE_ROWS, analyse, queries_per_tile
 
 PLATFORMS = {"cpu": ("cpu",), "cuda": ("cuda", "pallas", "xla"), None: ("xla",)}
 _XLA_PLATFORM = {"cpu": "cpu", "cuda": "CUDA"}
@@ -145,8 +146,10 @@ def forward(name, *operands, call):
     (T, N, _), Hv = q.shape[-3:], v.shape[-1]
     q, k, v = (_pad_channels(name, x) for x in (q, k, v))
     results = [_result((*batch, T, N, v.shape[-1]), q.dtype, q), _result((*batch, T, N), jnp.float32, q)]
+    if name == "cuda":
+        results += _cuda_splits(q, k, v, batch)
     operands = [x for x in (q, k, v, *visibility, bias) if x is not None]
-    out, lse = jax.ffi.ffi_call("jax_dma_forward", results)(*operands, config=_config(call))
+    out, lse, *_ = jax.ffi.ffi_call("jax_dma_forward", results)(*operands, config=_config(call))
     return out[..., :Hv], lse
 
 
@@ -167,6 +170,14 @@ def backward(name, *operands, call):
     gradients = jax.ffi.ffi_call("jax_dma_backward", results)(*operands, config=_config(call))
     dq, dk, dv, *dbias = gradients[: 3 + call.want_dbias]
     return [dq[..., :H], dk[..., :H], dv[..., :Hv], *dbias]
+
+
+def _cuda_splits(q, k, v, batch):
+    """Scratch of a forward call with few queries, whose keys are split over blocks: out and lse of each part."""
+    (T, N, _), (S, K) = q.shape[-3:], k.shape[-3:-1]
+    tiles = -(-T // queries_per_tile(N // K)) * K * math.prod(batch)
+    splits = min(264 // max(tiles, 1), -(-S // KEY_TILE) // 8)  # two blocks for each of 132 processors, 8 tiles each
+    return [_result((splits * math.prod(batch) * N * T * (v.shape[-1] + 1),), jnp.float32, q)] if splits > 1 else []
 
 
 def _cuda_workspace(q, k, v, bias, call, batch, results):

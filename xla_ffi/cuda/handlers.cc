@@ -33,10 +33,13 @@ bool use_sm90() {
 #endif
 
 // The kernels for the device. A family that cannot serve a call says so before it launches anything.
-cudaError_t launch_forward(const Problem& p, cudaStream_t stream) {
+// `scratch` holds the parts of a call that is split over keys; none are made where it is too small.
+cudaError_t launch_forward(const Problem& p, [[maybe_unused]] float* scratch, [[maybe_unused]] int64_t floats,
+                           cudaStream_t stream) {
 #ifdef JAX_DMA_SM90
   if (use_sm90())
-    if (const cudaError_t error = sm90::forward(p, stream); error != cudaErrorNotSupported) return error;
+    if (const cudaError_t error = sm90::forward(p, {scratch, floats}, stream); error != cudaErrorNotSupported)
+      return error;
 #endif
   return sm80::forward(p, stream);
 }
@@ -81,7 +84,13 @@ ffi::Error forward(cudaStream_t stream, Config config, ffi::RemainingArgs args, 
   auto problem = Parser(config, args, rets).parse(/*backward=*/false);
   if (problem.has_error()) return problem.error();
   if (ffi::Error error = check_limits(*problem); error.failure()) return error;
-  return check_launch(launch_forward(*problem, stream), "forward");
+  float* scratch = nullptr;
+  int64_t floats = 0;
+  if (rets.size() > 2) {
+    const ffi::AnyBuffer result = **rets.get<ffi::AnyBuffer>(2);
+    scratch = static_cast<float*>(result.untyped_data()), floats = result.element_count();
+  }
+  return check_launch(launch_forward(*problem, scratch, floats, stream), "forward");
 }
 
 ffi::Error backward(cudaStream_t stream, Config config, ffi::RemainingArgs args, ffi::RemainingRets rets) {

@@ -1,10 +1,10 @@
 // Radix selection, one row a block (a cluster of blocks where a row is long). Scores become unsigned integers of the
-// same order, which stay in registers: 32 of them a thread, so a row is read once. Each pass counts, in shared memory,
-// the next digit (from the top) of the keys whose higher digits are those of the threshold, and finds the digit of the
-// threshold: the window-th highest key. Keys above it are chosen, and of those equal to it the first few.
+// same order, which stay in registers: 32 or 64 of them a thread, so a row is read once. Each pass counts, in shared
+// memory, the next digit (from the top) of the keys whose higher digits are those of the threshold, and finds the digit
+// of the threshold: the window-th highest key. Keys above it are chosen, and of those equal to it the first few.
 //
-// Bound by memory and, nearly as much, by instructions: [1, 8, 8192, 8192] in bf16 is 1.07 GB to read and 0.54 GB to
-// write, 0.37 ms at 4.3 TB/s; half of the reading under the causal rule.
+// Bound by instructions, and nearly by memory: [1, 8, 8192, 8192] in bf16 is 1.07 GB to read and 0.54 GB to write,
+// 0.37 ms at 4.3 TB/s, and half of the reading under the causal rule; an H200 takes 0.55 and 0.39 ms.
 #include "select.h"
 
 #include <cooperative_groups.h>
@@ -12,10 +12,6 @@
 #include <cstring>
 #include <type_traits>
 
-#ifndef TPS16
-#define TPS16 896
-#define TPS32 1024
-#endif
 namespace jax_dma::select {
 namespace {
 
@@ -43,8 +39,8 @@ struct Format {
 template <int kBits>
 __device__ __forceinline__ uint32_t ordered(uint32_t scores) {
   using F = Format<kBits>;
-  // All ones in each negative key: bytes of sign bits.
-  const uint32_t negative = __byte_perm(scores, 0, kBits == 16 ? 0xbb99 : 0xbbbb);
+  uint32_t negative;  // all ones in each negative key: prmt can make bytes of sign bits (__byte_perm cannot)
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(negative) : "r"(scores), "n"(kBits == 16 ? 0xbb99 : 0xbbbb));
   return (scores ^ (negative | F::kHighest)) + (negative & F::kLowest);
 }
 
@@ -470,14 +466,14 @@ __device__ __forceinline__ const uint8_t* mask_of_row(const SelectProblem& p, in
   return p.mask + offset;
 }
 
-// 32 registers hold keys; with 64 to 72 in all, latencies still hide behind other rows.
-constexpr int threads_per_sm(int bits, bool held) { return !held ? 512 : bits == 16 ? TPS16 : TPS32; }
+// 64 registers, of which 32 hold keys: with more of them latencies show, with fewer they spill.
+constexpr int threads_per_sm(bool held) { return held ? 1024 : 512; }
 
 // kChunk: keys that a block holds in registers. kWhole: rows of scores begin at multiples of 16 bytes, those of masks
 // where as many elements would. kHeld: a block has one chunk, which stays in registers.
 template <int kBits, int kChunk, bool kWhole, bool kHeld>
 __global__ void __launch_bounds__(Shared<kBits, kChunk>::kThreads,
-                                  threads_per_sm(kBits, kHeld) / Shared<kBits, kChunk>::kThreads)
+                                  threads_per_sm(kHeld) / Shared<kBits, kChunk>::kThreads)
     jax_dma_select(const SelectProblem p, const int blocks_of_row) {
   using RowType = Row<kBits, kChunk, kWhole, kHeld>;
   __shared__ Shared<kBits, kChunk> shared;

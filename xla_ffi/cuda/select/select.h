@@ -18,8 +18,8 @@ struct SelectProblem {
   int64_t window;      // at least 1
   bool causal;         // query t sees the first t + (S - T) + 1 keys only
 
-  // Optional: one byte an element, 0 hides. Row r lies where its digits in the mixed radix of `mask_size`, lowest first,
-  // times `mask_stride` say. mask_col is 1, or 0 where one byte stands for all keys of a row.
+  // Optional: one byte an element, 0 hides. Row r lies where its digits in the mixed radix of `mask_size`, lowest
+  // first, times `mask_stride` say. mask_col is 1, or 0 where one byte stands for all keys of a row.
   const uint8_t* mask;
   int mask_rank;
   int mask_size[kMaxMaskAxes];

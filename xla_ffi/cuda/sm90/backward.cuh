@@ -11,32 +11,19 @@
 // Warps. 0: TMA of k, v, q, dout, row statistics. 1: mask bits and bias. 2 and 3: dq and dbias of a consumer warpgroup
 // each, from shared memory to device memory. 4 to 7 and 8 to 11: 64 keys each, and one half of dq's channels.
 //
-// The products of a tile are issued in the order s, dp, dv, dk, dq, and s of the next tile behind them: exponentials run
-// beside dp, ds and dbias beside dv and dk, and the way out of dq beside the next s.
+// The products are issued in the order dp, dv, dk, dq of the tile before, s of the tile after: exponentials run beside
+// dp, ds and dbias beside dv and dk, and the way out of dq beside s. Nothing is in flight from one iteration to the
+// next: ptxas would serialize all products. So it would if they needed more registers than there are: look for
+// "serializ" in its output.
 //
-// Shared memory, head dim 128: k, v 64 KB; two stages of q, dout 64 KB; ds 16 KB; dq on its way out 32 KB; two stages of
-// row statistics 1 KB; one or two of bits (<= 1 KB) and bias (64 rows at most: 16 KB, f32 32 KB); dbias on its way out.
+// Shared memory, head dim 128: k, v 64 KB; two stages of q, dout 64 KB; of ds 32 KB; of row statistics 1 KB; dq on its
+// way out 32 KB; one or two of bits (<= 1 KB) and bias (64 rows at most: 16 KB, f32 32 KB); dbias on its way out.
 #pragma once
 
 #include "../live_tiles.cuh"
 #include "../sm80/logits.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
-
-#ifndef LATE
-#define LATE false
-#endif
-#ifndef WIDE_P
-#define WIDE_P 40
-#define WIDE_C 232
-#endif
-#ifndef NARROW_P
-#define NARROW_P 40
-#define NARROW_C 232
-#endif
-#ifndef PACKED
-#define PACKED (kHeadDim == 128)
-#endif
 
 namespace jax_dma::sm90 {
 
@@ -58,7 +45,7 @@ struct BackwardShape {
   static constexpr int kDSBytes = kKeys * 128;  // [key][row]
   static constexpr int kDQRegs = kHeadDim / 4;  // of a thread: 64 rows x half the channels over a warpgroup
   static constexpr int kDQBytes = kRows * kHeadDim / 2 * 4;  // of a warpgroup
-  static constexpr int kDS = 2 * kKVBytes + 4 * kQBytes, kDQ = kDS + kDSBytes, kStats = kDQ + 2 * kDQBytes,
+  static constexpr int kDS = 2 * kKVBytes + 4 * kQBytes, kDQ = kDS + 2 * kDSBytes, kStats = kDQ + 2 * kDQBytes,
                        kLogits = kStats + 2 * 8 * kRows;
 };
 
@@ -73,8 +60,8 @@ enum class DBias : int {
 
 // What the host works out for a call. Offsets and sizes are in bytes of shared memory.
 struct BackwardPlan {
-  // The blocks of a launch: `heads` (batch entry, key/value head)s from first_head on, `parts` key tiles from first_part
-  // on; `chunk` heads are at work together.
+  // The blocks of a launch: `heads` (batch entry, key/value head)s from first_head on, `parts` key tiles from
+  // first_part on; `chunk` heads are at work together.
   int heads, first_head, parts, first_part, chunk;
   // Bits, bias and dbias have a row for each 1 << shift rows of a tile. Bias and dbias are panels of 128 bytes of keys,
   // swizzled as TMA does: 16-byte chunk c of row r lies at c ^ (r % 8).
@@ -173,11 +160,12 @@ constexpr int kTestBits = 1, kTestPosition = 2;  // positions hidden by mask bit
 struct BackwardShared {
   Rows rows;
   TileInfo info[2];
-  uint64_t kv_full, q_full[2], q_free[2], dout_full[2], dout_free[2], logits_full[2], logits_free[2], ds_free;
+  uint64_t kv_full, q_full[2], q_free[2], dout_full[2], dout_free[2], logits_full[2], logits_free[2];
+  uint64_t ds_full[2], ds_free[2];
   uint64_t dq_full[2], dq_free[2], dbias_full[2], dbias_free[2];  // of a warpgroup
-  int q_batch, dout_batch, k_batch, v_batch;  // coordinates in the tensor maps
-  int start;                                  // plan tile that this block begins with
-  int64_t dk, dv;                             // offsets of this block's
+  int q_batch, dout_batch, k_batch, v_batch;                      // coordinates in the tensor maps
+  int start;                                                      // plan tile that this block begins with
+  int64_t dk, dv;                                                 // offsets of this block's
 };
 
 // Mask bits and bias of one tile into shared memory, by one warp.
@@ -292,11 +280,15 @@ struct GroupSums {
     return (upper ? second : first) + received;
   }
   // h: which of the thread's two keys. With j = lane % 4:
-  __device__ __forceinline__ float pair(int i, int h) const { return ds[4 * i + 2 * h] + ds[4 * i + 2 * h + 1]; }  // query 4 i + j
+  __device__ __forceinline__ float pair(int i, int h) const {
+    return ds[4 * i + 2 * h] + ds[4 * i + 2 * h + 1];
+  }                                                            // query 4 i + j
   __device__ __forceinline__ float quad(int i, int h) const {  // query 4 i + 2 (j % 2) + j / 2
     return exchange(pair(2 * i, h), pair(2 * i + 1, h), 1);
   }
-  __device__ __forceinline__ float octet(int i, int h) const { return exchange(quad(2 * i, h), quad(2 * i + 1, h), 2); }  // query 4 i + j
+  __device__ __forceinline__ float octet(int i, int h) const {
+    return exchange(quad(2 * i, h), quad(2 * i + 1, h), 2);
+  }  // query 4 i + j
 };
 
 __device__ __forceinline__ void store_matrix_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
@@ -390,14 +382,14 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t sourc
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Where dbias goes that TMA cannot address or that is summed over more: rows of this block's 128 keys, from ds in shared
-// memory. By two warps, each thread with two neighbouring keys.
+// Where dbias goes that TMA cannot address or that is summed over more: rows of this block's 128 keys, from ds in
+// shared memory. By two warps, each thread with two neighbouring keys.
 template <class T>
 struct DBiasWriter {
   const Problem& p;
   const Rows& rows;
   DBias mode;
-  char* direct;  // in bias's dtype, at (batch, kv_head)
+  char* direct;   // in bias's dtype, at (batch, kv_head)
   float* summed;  // or null
   int key;
   bool pairs;  // 4-byte stores of two keys are aligned
@@ -458,9 +450,8 @@ struct DBiasWriter {
           *reinterpret_cast<uint32_t*>(at) = ptx::pack<__nv_bfloat16>(a, b);
         });
       else
-        write_rows(reinterpret_cast<uint16_t*>(direct), ds, t0, count, k, [](uint16_t* at, float a, float b) {
-          *reinterpret_cast<uint32_t*>(at) = ptx::pack<__half>(a, b);
-        });
+        write_rows(reinterpret_cast<uint16_t*>(direct), ds, t0, count, k,
+                   [](uint16_t* at, float a, float b) { *reinterpret_cast<uint32_t*>(at) = ptx::pack<__half>(a, b); });
       return;
     }
     const int step = mode == DBias::kPerQuery ? p.G : 1;
@@ -475,8 +466,7 @@ struct DBiasWriter {
 
   // All rows of the tile, where pairs are aligned and inside.
   template <class Element, class Store>
-  __device__ __forceinline__ void write_rows(Element* base, uint32_t ds, int t0, int count, int k,
-                                             Store store) const {
+  __device__ __forceinline__ void write_rows(Element* base, uint32_t ds, int t0, int count, int k, Store store) const {
     // In order; a sum is complete after `step` rows.
     const int step = mode == DBias::kPerQuery ? p.G : 1;
     const int64_t next_query = p.dbias.row - int64_t{step == 1 ? p.G - 1 : 0} * p.dbias.group;
@@ -536,16 +526,28 @@ struct DBiasWriter {
   }
 };
 
-#ifndef FRONT
-#define FRONT true
-#endif
-// Blocks of one head begin where the newest of them is, so that q, dout and dq are in the L2 cache: the head's first two
-// turns, which nothing else uses then, tell which block that is and its plan tile. The order of additions to dq is
+// Word j of lane 4 i + k becomes word k of lane 4 i + j.
+__device__ __forceinline__ void transpose_words(uint32_t (&words)[4]) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool upper = (lane & bit) != 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j & bit) continue;
+      const uint32_t received = __shfl_xor_sync(~0u, upper ? words[j] : words[j + bit], bit);
+      (upper ? words[j] : words[j + bit]) = received;
+    }
+  }
+}
+
+// Blocks of one head begin where the newest of them is, so that q, dout and dq are in the L2 cache: the head's first
+// two turns, which nothing else uses then, tell which block that is and its plan tile. The order of additions to dq is
 // arbitrary anyway.
 __device__ __forceinline__ int first_tile(const Problem& p, const BackwardScratch& scratch, int64_t head,
                                           int key_tile) {
   const int last = static_cast<int>(p.query_tiles) - 1;
-  if (p.deterministic || !FRONT) return last;
+  if (p.deterministic) return last;
   if (scratch.dbias != nullptr)  // apart, because they add to the same dbias
     return static_cast<int>((p.dbias.kv != 0 ? head / p.K : head) % p.query_tiles);
   int* const front = scratch.turn + 2 * head * scratch.tiles;
@@ -563,14 +565,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr Bias kBias = BiasKind::kind;
   constexpr int kPanels = Shape::kPanels, kQPanel = Shape::kQPanel, kKVPanel = Shape::kKVPanel;
   constexpr bool kLogits = kMask == Mask::kBits || kBias == Bias::kTile;  // something is loaded for each tile of logits
-  // Where registers are short dp is computed behind the exponentials only.
-  constexpr bool kLate = LATE;
   // Where registers are short ds is made of p as the products see it, in 16 bits.
-  constexpr bool kPackedP = PACKED;
+  constexpr bool kPackedP = kHeadDim == 128;
   constexpr bool kHideFirst = kBias != Bias::kNone;  // before the exponentials
-  constexpr bool kWide = kLogits || kMask != Mask::kNone;  // the producers need more registers
-  constexpr int kProducerRegs = kHeadDim == 64 ? 88 : kWide ? WIDE_P : NARROW_P,
-                kConsumerRegs = kHeadDim == 64 ? 208 : kWide ? WIDE_C : NARROW_C;
+  constexpr int kProducerRegs = kHeadDim == 64 ? 88 : 40, kConsumerRegs = kHeadDim == 64 ? 208 : 232;
   // What a block is launched with: 168 registers for each of 384 threads. More would be waited for forever.
   static_assert(kProducerRegs + 2 * kConsumerRegs <= 3 * 168);
 
@@ -579,7 +577,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ BlockOperands<T> operands;
   const uint32_t k_tile = ptx::shared_address(dynamic), v_tile = k_tile + Shape::kKVBytes,
                  q_tiles = v_tile + Shape::kKVBytes, dout_tiles = q_tiles + 2 * Shape::kQBytes,
-                 ds_tile = k_tile + Shape::kDS;
+                 ds_tiles = k_tile + Shape::kDS;
   float* const stats = reinterpret_cast<float*>(dynamic + Shape::kStats);  // [stage][log-sum-exp, delta][row]
 
   // Some heads at a time, so that what they share stays in the L2 cache, and of these the first keys first: under a
@@ -594,13 +592,15 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) {
     operands.fill(p, head / p.K, head % p.K);
-    barrier_init(&shared.kv_full, 1), barrier_init(&shared.ds_free, 8);
+    barrier_init(&shared.kv_full, 1);
     for (int i = 0; i < 2; ++i) {
       barrier_init(&shared.q_full[i], 1), barrier_init(&shared.dout_full[i], 1);
       barrier_init(&shared.q_free[i], 8), barrier_init(&shared.dout_free[i], 8);
       barrier_init(&shared.logits_full[i], 64 + (plan.bias_by_tma ? 1 : 0)), barrier_init(&shared.logits_free[i], 8);
+      barrier_init(&shared.ds_full[i], 8), barrier_init(&shared.ds_free[i], 8);
       barrier_init(&shared.dq_full[i], 4), barrier_init(&shared.dq_free[i], 1);
-      barrier_init(&shared.dbias_full[i], staged_dbias ? 4 : 8), barrier_init(&shared.dbias_free[i], staged_dbias ? 1 : 2);
+      barrier_init(&shared.dbias_full[i], staged_dbias ? 4 : 8),
+          barrier_init(&shared.dbias_free[i], staged_dbias ? 1 : 2);
     }
     barrier_init_fence();
   } else if (threadIdx.x == 32) {
@@ -610,7 +610,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     shared.k_batch = static_cast<int>(offset_of(p, p.k, head / p.K, 0, 0) / maps.k_entry);
     shared.v_batch = static_cast<int>(offset_of(p, p.v, head / p.K, 0, 0) / maps.v_entry);
   } else if (threadIdx.x == 96) {
-    shared.dk = offset_of(p, p.dk, head / p.K, head % p.K, 0), shared.dv = offset_of(p, p.dv, head / p.K, head % p.K, 0);
+    shared.dk = offset_of(p, p.dk, head / p.K, head % p.K, 0),
+    shared.dv = offset_of(p, p.dv, head / p.K, head % p.K, 0);
     shared.start = first_tile(p, scratch, head, key_tile);
   }
   for (int r = threadIdx.x; r < kRows; r += kThreads)
@@ -647,7 +648,7 @@ __global__ void __launch_bounds__(kThreads, 1)
               (kMask != Mask::kNone && p.start.present() && !walk.tile_full))
             hidden |= kTestPosition;
           shared.info[stage] = TileInfo{tile, hidden};
-          if (FRONT && !p.deterministic && scratch.dbias == nullptr) {
+          if (!p.deterministic && scratch.dbias == nullptr) {
             volatile int* const front = scratch.turn + 2 * head * scratch.tiles;
             if (front[0] == key_tile + 1) front[1] = tile / kQueryParts + 1;
           }
@@ -687,9 +688,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                        0, tile * queries, p.bias.kv != 0 ? head % p.K : 0, plan.bias_batch ? head / p.K : 0);
           }
           __syncwarp();
-          load_logits<T, kMask, kBias>(p, plan, operands, shared.rows,
-                                       k_tile + plan.bits_at + stage * plan.bits_stage, bias_tile, tile * queries, key,
-                                       p.bits.present() && !walk.tile_full);
+          load_logits<T, kMask, kBias>(p, plan, operands, shared.rows, k_tile + plan.bits_at + stage * plan.bits_stage,
+                                       bias_tile, tile * queries, key, p.bits.present() && !walk.tile_full);
           arrive_after_copies(&shared.logits_full[stage]);
           arrive(&shared.logits_full[stage]);
           if (++stage == plan.logit_stages) stage = 0, parity ^= 1;
@@ -714,53 +714,56 @@ __global__ void __launch_bounds__(kThreads, 1)
           store_box(map, source + i * panel, scratch.dbias != nullptr, key + 64 * group + 32 * i, t0,
                     p.dbias.kv != 0 ? head % p.K : 0, plan.dbias_batch ? head / p.K : 0);
       };
-      int i = 0;
+      int i = 0, *due = nullptr, due_turn = 0;
+      const auto pass_turn = [&] {  // once what was added is in memory
+        if (lane == 0 && due != nullptr) {
+          bulk_wait();
+          __threadfence();
+          ptx::store_release(due, due_turn);
+        }
+      };
 #pragma unroll 1
       for (int tile = walk.next(p, operands, key_tile); tile >= 0; tile = walk.next(p, operands, key_tile), ++i) {
-        int turn = 0;
+        const int64_t half = 2 * (head * scratch.tiles + tile) + group;
         if (p.deterministic) {  // key tiles add to dq in their own order: how many come before
+          int turn = 0;
 #pragma unroll 1
           for (int word = 0; word <= key_tile / kTilesPerWord; ++word) {
             uint32_t seen = key_tiles_word(p, operands, tile / kQueryParts, word, queries_per_tile(p.G)).seen;
             if (word == key_tile / kTilesPerWord) seen &= (1u << (key_tile % kTilesPerWord)) - 1;
             turn += __popc(seen);
           }
+          pass_turn();
+          due = scratch.turn + half, due_turn = turn + 1;
+          if (lane == 0)
+            while (ptx::load_acquire(due) != turn) __nanosleep(32);
+          __syncwarp();
         }
         if constexpr (kBias == Bias::kTile) {
           if (read_dbias) {
             wait(&shared.dbias_full[0], i & 1);
-            writer.write(ds_tile, tile * queries, threadIdx.x - 64);
+            writer.write(ds_tiles + (i & 1) * Shape::kDSBytes, tile * queries, threadIdx.x - 64);
             __syncwarp();
             if (lane == 0) arrive(&shared.dbias_free[0]);
           } else if (staged_dbias && lane == 0) {
             wait(&shared.dbias_full[group], i & 1);
-#ifndef NO_DBIAS
             store_dbias(&maps.dbias, dbias_stage, plan.dbias_panel, tile * queries);
-#endif
             bulk_wait_read();
             arrive(&shared.dbias_free[group]);
           }
         }
         if (lane == 0) {
           wait(&shared.dq_full[group], i & 1);
-          const int64_t half = 2 * (head * scratch.tiles + tile) + group;
-          if (p.deterministic) {
-            while (ptx::load_acquire(scratch.turn + half) != turn) __nanosleep(32);
-            asm volatile("fence.proxy.async;" ::: "memory");
+          if (p.deterministic) asm volatile("fence.proxy.async;" ::: "memory");
+          if (group * (kHeadDim / 2) < p.H) {
+            bulk_reduce_add(scratch.dq + half * (kRows * kHeadDim / 2), dq_stage, Shape::kDQBytes);
+            bulk_wait_read();
           }
-#ifndef NO_REDUCE
-          bulk_reduce_add(scratch.dq + half * (kRows * kHeadDim / 2), dq_stage, Shape::kDQBytes);
-#endif
-          bulk_wait_read();
           arrive(&shared.dq_free[group]);
-          if (p.deterministic) {
-            bulk_wait();
-            __threadfence();
-            ptx::store_release(scratch.turn + half, turn + 1);
-          }
         }
         __syncwarp();
       }
+      pass_turn();
       if constexpr (kBias == Bias::kTile) {
         if (plan.dbias != DBias::kNone && scratch.dbias == nullptr) {  // zeros in the tiles that were skipped
           const bool wide = plan.zero_queries > 0;  // where dq was there is room for boxes of more than a tile
@@ -784,9 +787,6 @@ __global__ void __launch_bounds__(kThreads, 1)
             } else if (lane == 0) {
               int t0 = (tile + 1) * queries;
               const int t1 = end * queries;
-#ifdef NO_CLEAR
-              t0 = t1;
-#endif
 #pragma unroll 1
               for (; wide && t0 + plan.zero_queries <= t1; t0 += plan.zero_queries)
                 store_dbias(&maps.zeros, zeros, Shape::kDQBytes / group_panels, t0);
@@ -803,7 +803,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   take_registers<kConsumerRegs>();
-  // Warpgroup, by a vote: what is made of it the compiler then knows to be the same for all lanes, as descriptors must be.
+  // Warpgroup, by a vote: what is made of it the compiler then knows to be the same for all lanes, as descriptors must
+  // be.
   const int group = __any_sync(~0u, threadIdx.x >= 256) ? 1 : 0, thread = threadIdx.x % 128;
   const int warp_key = 64 * group + 16 * (warp % 4), k0 = warp_key + lane / 4;  // this thread's keys are k0 and k0 + 8
   float dk[kHeadDim / 2], dv[kHeadDim / 2], key_sum[2] = {0.0f, 0.0f}, key_bias[2] = {0.0f, 0.0f};
@@ -833,13 +834,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   struct WordsOfDS {
     uint32_t base;
     int swizzle;
-    __device__ __forceinline__ WordsOfDS(uint32_t warp_keys)
-        : base(warp_keys), swizzle(fresh_lane()) {
+    __device__ __forceinline__ WordsOfDS(uint32_t warp_keys) : base(warp_keys), swizzle(fresh_lane()) {
       base += swizzle / 4 * 128 + swizzle % 4 * 4, swizzle /= 4;
     }
     __device__ __forceinline__ uint32_t at(int c) const { return base + c % 2 * 1024 + (((c / 2) ^ swizzle) << 4); }
   };
-  const uint32_t ds_keys = ds_tile + warp_key * 128;
   // What all lanes of the warp have done with.
   const auto release = [&](uint64_t* barrier) {
     __syncwarp();
@@ -872,10 +871,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int j = threadIdx.x - 128; j < kRows * 8 * kPanels; j += kConsumers) {
         const int panel = j / (kRows * 8), r = j / 8 % kRows;
         if (lse[r] == INFINITY)
-          asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(dout_tile + panel * kQPanel + r * 128 +
-                                                                        j % 8 * 16),
-                       "r"(0)
-                       : "memory");
+          asm volatile(
+              "st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(dout_tile + panel * kQPanel + r * 128 + j % 8 * 16),
+              "r"(0)
+              : "memory");
       }
       fence_async_proxy();
       named_sync(4, kConsumers);
@@ -893,30 +892,51 @@ __global__ void __launch_bounds__(kThreads, 1)
     wgmma_wait<0>();
     hold(x);
   }
+  using Gradient = float[Shape::kDQRegs];
+  const auto issue_dq = [&](Gradient& dq, int stage) {
+    const uint64_t ds_columns = operand(ds_tiles + stage * Shape::kDSBytes, 8192),
+                   k_columns = operand(k_half, kKVPanel);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < kKeys / 16; ++c)
+      wgmma_shared<T, true, true>(dq, advance(ds_columns, c * 2048), advance(k_columns, c * 2048), c > 0);
+    wgmma_commit();
+  };
+  const auto stage_dq = [&](const Gradient& dq, int i) {
+    release(&shared.ds_free[i & 1]);
+    wait(&shared.dq_free[group], (i & 1) ^ 1);
+#pragma unroll
+    for (int c = 0; c < Shape::kDQRegs / 4; ++c)
+      reinterpret_cast<float4*>(dq_stage)[c * 128 + thread] =
+          make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
+    fence_async_proxy();
+    release(&shared.dq_full[group]);
+  };
+
+  // dq of a tile is computed with the next one, when the other warpgroup's ds is there too; the two need not keep step.
+  int i = 0;
 #pragma unroll 1
-  for (int i = 0; tile >= 0; ++i) {
+  while (tile >= 0) {
     const int stage = i & 1, parity = i >> 1 & 1;
     const int logit_stage = plan.logit_stages == 2 ? stage : 0, logit_parity = plan.logit_stages == 2 ? parity : stage;
     const uint32_t q_tile = q_tiles + stage * Shape::kQBytes, dout_tile = dout_tiles + stage * Shape::kQBytes;
+    const uint32_t ds_keys = ds_tiles + stage * Shape::kDSBytes + warp_key * 128;
     const float* const lse = stats + stage * 2 * kRows;
     const float2* const lse2 = reinterpret_cast<const float2*>(lse) + lane % 4;  // of the rows in this thread's columns
 
     float y[32];
-    const auto issue_dp = [&] {
-      const uint64_t v_rows = operand(v_group), dout_rows = operand(dout_tile);
-      wgmma_fence();
+    const uint64_t v_rows = operand(v_group), dout_rows = operand(dout_tile);
+    wgmma_fence();
 #pragma unroll
-      for (int c = 0; c < kHeadDim / 16; ++c)
-        wgmma_shared<T>(y, advance(v_rows, (c / 4) * kKVPanel + (c % 4) * 32),
-                        advance(dout_rows, (c / 4) * kQPanel + (c % 4) * 32), c > 0);
-      wgmma_commit();
-    };
-    if constexpr (!kLate) issue_dp();
+    for (int c = 0; c < kHeadDim / 16; ++c)
+      wgmma_shared<T>(y, advance(v_rows, (c / 4) * kKVPanel + (c % 4) * 32),
+                      advance(dout_rows, (c / 4) * kQPanel + (c % 4) * 32), c > 0);
+    wgmma_commit();
     if (kLogits) wait(&shared.logits_full[logit_stage], logit_parity);
     float factor = p.scale;
     if (p.softcap != 0.0f) {
       // x: the capped logits; their derivative waits where ds will be.
-      wait(&shared.ds_free, (i & 1) ^ 1);
+      wait(&shared.ds_free[stage], parity ^ 1);
       if (read_dbias) wait(&shared.dbias_free[0], (i & 1) ^ 1);
       const float inner = p.scale / p.softcap;
       factor = 1.0f;
@@ -925,8 +945,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int c = 0; c < 16; ++c) {
         const float a = ptx::tanh(x[2 * c] * inner), b = ptx::tanh(x[2 * c + 1] * inner);
         x[2 * c] = p.softcap * a, x[2 * c + 1] = p.softcap * b;
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(words.at(c)),
-                     "r"(ptx::pack<T>(1.0f - a * a, 1.0f - b * b))
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(words.at(c)), "r"(ptx::pack<T>(1.0f - a * a, 1.0f - b * b))
                      : "memory");
       }
     }
@@ -950,34 +969,40 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     // Hidden positions are 0 in p, whatever they met on the way.
-    const auto hide = [&](float value) {
-      const int hidden = shared.info[stage].hidden;
-      if (kMask == Mask::kBits && (hidden & kTestBits)) {
-        const int shift = plan.bits_shift, step = 128 >> shift;  // between rows that are 8 apart
-        const uint32_t first = k_tile + plan.bits_at + logit_stage * plan.bits_stage + warp_key / 32 * 4 +
-                               ((2 * (lane % 4)) >> shift) * 16;
-        const uint32_t bit0 = 1u << (k0 % 32), bit1 = bit0 << 8;
-        const auto load = [&](uint32_t address) {
-          uint32_t word;
-          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
-          return word;
-        };
-        if (shift > 0) {  // two neighbouring rows are of one query
+    const int hidden = shared.info[stage].hidden;
+    // For each pair of neighbouring rows that are of one query: whether they see the thread's two keys.
+    const auto for_row_pairs = [&](const auto& use) {
+      const int step = 128 >> plan.bits_shift;  // between rows that are 8 apart
+      const uint32_t first = k_tile + plan.bits_at + logit_stage * plan.bits_stage + warp_key / 32 * 4 +
+                             ((2 * (lane % 4)) >> plan.bits_shift) * 16;
 #pragma unroll
-          for (int c = 0; c < 8; ++c) {
-            const uint32_t word = load(first + c * step);
-            if ((word & bit0) == 0) x[4 * c] = x[4 * c + 1] = value;
-            if ((word & bit1) == 0) x[4 * c + 2] = x[4 * c + 3] = value;
-          }
-        } else {
+      for (int c = 0; c < 8; ++c) {
+        uint32_t word;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(first + c * step));
+        word >>= k0 % 32;
+        use(c, (word & 1) != 0, (word & 0x100) != 0);
+      }
+    };
+    const auto hide = [&](float value) {
+      if (kMask == Mask::kBits && (hidden & kTestBits)) {
+        if (plan.bits_shift == 0) {
+          const uint32_t first =
+              k_tile + plan.bits_at + logit_stage * plan.bits_stage + warp_key / 32 * 4 + 2 * (lane % 4) * 16;
 #pragma unroll
           for (int c = 0; c < 8; ++c)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              const uint32_t word = load(first + c * 128 + e * 16);
-              if ((word & bit0) == 0) x[4 * c + e] = value;
-              if ((word & bit1) == 0) x[4 * c + 2 + e] = value;
+              uint32_t word;
+              asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(first + c * 128 + e * 16));
+              word >>= k0 % 32;
+              if ((word & 1) == 0) x[4 * c + e] = value;
+              if ((word & 0x100) == 0) x[4 * c + 2 + e] = value;
             }
+        } else if (!kPackedP) {
+          for_row_pairs([&](int c, bool first, bool second) {
+            if (!first) x[4 * c] = x[4 * c + 1] = value;
+            if (!second) x[4 * c + 2] = x[4 * c + 3] = value;
+          });
         }
       }
       if (hidden & kTestPosition) {
@@ -1000,9 +1025,12 @@ __global__ void __launch_bounds__(kThreads, 1)
           if (shift >= 0 && !per_head) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              // Row 8 c + 2 (lane % 4) + e is of query (8 c >> shift) + (2 (lane % 4) + e >> shift): a range of c sees it.
+              // Row 8 c + 2 (lane % 4) + e is of query (8 c >> shift) + (2 (lane % 4) + e >> shift): a range of c sees
+              // it.
               const int query = (2 * (lane % 4) + e) >> shift, round = (8 >> shift) - 1;
-              const int c0 = first == INT32_MIN ? 0 : first == INT32_MAX ? 8 : (first - query + round) >> (3 - shift),
+              const int c0 = first == INT32_MIN   ? 0
+                             : first == INT32_MAX ? 8
+                                                  : (first - query + round) >> (3 - shift),
                         c1 = last == INT32_MAX ? 8 : (last - query + round) >> (3 - shift);
 #pragma unroll
               for (int c = 0; c < 8; ++c)
@@ -1017,7 +1045,8 @@ __global__ void __launch_bounds__(kThreads, 1)
               first = p.causal ? s - static_cast<int>(p.causal_offset()) - t0 : INT32_MIN;
               narrow(s + shared.rows.head(row) * p.start.group);
             }
-            if (query < first || (kMask != Mask::kNone && query >= last)) outside |= 1u << (4 * (c / 2) + 2 * h + c % 2);
+            if (query < first || (kMask != Mask::kNone && query >= last))
+              outside |= 1u << (4 * (c / 2) + 2 * h + c % 2);
           }
         }
         if (shift < 0 || per_head) {
@@ -1027,11 +1056,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     };
-    if constexpr (kHideFirst) {
-      hide(-INFINITY);
-      if (kLogits) release(&shared.logits_free[logit_stage]);
-    }
-    if constexpr (kLate) issue_dp();
+    if constexpr (kHideFirst) hide(-INFINITY);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
       const float2 l = lse2[4 * c];
@@ -1042,13 +1067,16 @@ __global__ void __launch_bounds__(kThreads, 1)
         x[4 * c + e] = ptx::exp2(fmaf(x[4 * c + e], log2_factor, -shift));
       }
     }
-    if constexpr (!kHideFirst) {
-      hide(0.0f);
-      if (kLogits) release(&shared.logits_free[logit_stage]);
-    }
+    if constexpr (!kHideFirst) hide(0.0f);
     uint32_t packed[16];
 #pragma unroll
     for (int c = 0; c < 16; ++c) packed[c] = ptx::pack<T>(x[2 * c], x[2 * c + 1]);
+    if (kMask == Mask::kBits && kPackedP && (hidden & kTestBits) && plan.bits_shift > 0)
+      for_row_pairs([&](int c, bool first, bool second) {
+        if (!first) packed[2 * c] = 0;
+        if (!second) packed[2 * c + 1] = 0;
+      });
+    if (kLogits) release(&shared.logits_free[logit_stage]);
     wgmma_wait<0>();
     hold(y);
     const auto weights = [&](int c) {  // two rows of p
@@ -1069,18 +1097,24 @@ __global__ void __launch_bounds__(kThreads, 1)
       const float2 p0 = weights(2 * c), p1 = weights(2 * c + 1);
       y[4 * c] = p0.x * (y[4 * c] - delta.x), y[4 * c + 1] = p0.y * (y[4 * c + 1] - delta.y);
       y[4 * c + 2] = p1.x * (y[4 * c + 2] - delta.x), y[4 * c + 3] = p1.y * (y[4 * c + 3] - delta.y);
-      if constexpr (kBias == Bias::kKey) key_sum[0] += y[4 * c] + y[4 * c + 1], key_sum[1] += y[4 * c + 2] + y[4 * c + 3];
+      if constexpr (kBias == Bias::kKey)
+        key_sum[0] += y[4 * c] + y[4 * c + 1], key_sum[1] += y[4 * c + 2] + y[4 * c + 3];
     }
     uint32_t ds[16];
     const auto store_ds = [&] {
-      const WordsOfDS words(ds_keys);
+      // Matrices of 8 keys x 8 rows: lane l gives the address of key l % 8 of matrix l / 8.
+      const int l = fresh_lane();
+      const uint32_t first = ds_keys + (l / 8 % 2 * 8 + l % 8) * 128 + (((l / 16) ^ (l % 8)) << 4);
 #pragma unroll
-      for (int c = 0; c < 16; ++c) asm volatile("st.shared.u32 [%0], %1;" ::"r"(words.at(c)), "r"(ds[c]) : "memory");
+      for (int c = 0; c < 4; ++c)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(first ^ (c << 5)),
+                     "r"(ds[4 * c]), "r"(ds[4 * c + 1]), "r"(ds[4 * c + 2]), "r"(ds[4 * c + 3])
+                     : "memory");
     };
     if (p.softcap == 0.0f) {
 #pragma unroll
       for (int c = 0; c < 16; ++c) ds[c] = ptx::pack<T>(y[2 * c], y[2 * c + 1]);
-      wait(&shared.ds_free, (i & 1) ^ 1);
+      wait(&shared.ds_free[stage], parity ^ 1);
       if (read_dbias) wait(&shared.dbias_free[0], (i & 1) ^ 1);
       store_ds();
       if (read_dbias) release(&shared.dbias_full[0]);
@@ -1102,6 +1136,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       store_ds();
     }
+    fence_async_proxy();
+    release(&shared.ds_full[stage]);
     const uint64_t q_columns = operand(q_tile, kQPanel);
     wgmma_fence();
 #pragma unroll
@@ -1116,18 +1152,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         else if (p.bias_dtype == DType::kBF16)
           stage_dbias_16<__nv_bfloat16>(y, panels + group * plan.dbias_panel, warp_key % 64, plan.dbias_shift);
         else stage_dbias_16<__half>(y, panels + group * plan.dbias_panel, warp_key % 64, plan.dbias_shift);
+        fence_async_proxy();
+        release(&shared.dbias_full[group]);
       }
     }
-    fence_async_proxy();
-    if (staged_dbias) release(&shared.dbias_full[group]);
-    named_sync(1, kConsumers);  // ds is there
-    float dq[Shape::kDQRegs];
-    const uint64_t ds_columns = operand(ds_tile, 8192), k_columns = operand(k_half, kKVPanel);
-    wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < kKeys / 16; ++c)
-      wgmma_shared<T, true, true>(dq, advance(ds_columns, c * 2048), advance(k_columns, c * 2048), c > 0);
-    wgmma_commit();
+    if (i > 0) wait(&shared.ds_full[stage ^ 1], (i - 1) >> 1 & 1);
+    Gradient dq;
+    issue_dq(dq, stage ^ 1);
 
     // s of the next tile, behind those (of whatever is there, if there is no next tile).
     const int next_parity = (i + 1) >> 1 & 1;
@@ -1139,38 +1170,41 @@ __global__ void __launch_bounds__(kThreads, 1)
     issue_s(q_tiles + (stage ^ 1) * Shape::kQBytes);
     wgmma_wait<1>();
     hold(dq);
-    release(&shared.ds_free);
-    wait(&shared.dq_free[group], (i & 1) ^ 1);
-#ifdef NO_STAGE
-    for (int c = 0; c < Shape::kDQRegs / 4; ++c) asm volatile("" ::"f"(dq[4*c]),"f"(dq[4*c+1]),"f"(dq[4*c+2]),"f"(dq[4*c+3]));
-    if (tile > 100000000)
-#endif
-#pragma unroll
-    for (int c = 0; c < Shape::kDQRegs / 4; ++c)
-      reinterpret_cast<float4*>(dq_stage)[c * 128 + thread] =
-          make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
-    fence_async_proxy();
-    release(&shared.dq_full[group]);
+    if (i > 0) stage_dq(dq, i - 1);
     if (tile >= 0) special = prepare(stage ^ 1, next_parity);
     wgmma_wait<0>();
     hold(x);
+    ++i;
+  }
+  if (i > 0) {
+    wait(&shared.ds_full[(i - 1) & 1], (i - 1) >> 1 & 1);
+    Gradient dq;
+    issue_dq(dq, (i - 1) & 1);
+    wgmma_wait<0>();
+    hold(dq);
+    stage_dq(dq, i - 1);
   }
 
-  // dk and dv, straight from the fragments.
-  T* const dk_out = static_cast<T*>(p.dk.data) + shared.dk;
-  T* const dv_out = static_cast<T*>(p.dv.data) + shared.dv;
+  // dk and dv: four lanes exchange their words of a key, so that each has 16 bytes to store.
+  const auto store = [&](const float (&d)[kHeadDim / 2], T* out, const View& view, int channels, float factor) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int64_t s = key + k0 + 8 * h;
-    if (s >= p.S) continue;
+    for (int h = 0; h < 2; ++h) {
+      const int s = key + k0 + 8 * h;
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
-      const int c = 8 * n + 2 * (lane % 4), e = 4 * n + 2 * h;
-      if (c < p.H)
-        *reinterpret_cast<uint32_t*>(dk_out + s * p.dk.row + c) = ptx::pack<T>(dk[e] * p.scale, dk[e + 1] * p.scale);
-      if (c < p.Hv) *reinterpret_cast<uint32_t*>(dv_out + s * p.dv.row + c) = ptx::pack<T>(dv[e], dv[e + 1]);
+      for (int n = 0; n < kHeadDim / 8; n += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          words[j] = ptx::pack<T>(d[4 * (n + j) + 2 * h] * factor, d[4 * (n + j) + 2 * h + 1] * factor);
+        transpose_words(words);
+        const int c = 8 * (n + lane % 4);
+        if (s < static_cast<int>(p.S) && c < channels)
+          *reinterpret_cast<uint4*>(out + s * view.row + c) = uint4{words[0], words[1], words[2], words[3]};
+      }
     }
-  }
+  };
+  store(dk, static_cast<T*>(p.dk.data) + shared.dk, p.dk, p.H, p.scale);
+  store(dv, static_cast<T*>(p.dv.data) + shared.dv, p.dv, p.Hv, 1.0f);
   if constexpr (kBias == Bias::kKey) {
     if (plan.dbias != DBias::kNone) {
       const DBiasWriter<T> writer{p,
@@ -1221,7 +1255,7 @@ __global__ void __launch_bounds__(256)
   float* const stats = scratch.row_stats + int64_t{blockIdx.x} * (2 * kRows);
   float4* const dq = reinterpret_cast<float4*>(scratch.dq) + int64_t{blockIdx.x} * (kRows * kHeadDim / 4);
 #pragma unroll
-  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 256) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int i = threadIdx.x; i < kRows * kHeadDim / (p.H > kHeadDim / 2 ? 4 : 8); i += 256) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (threadIdx.x < 2) scratch.turn[2 * int64_t{blockIdx.x} + threadIdx.x] = 0;
 #pragma unroll
   for (int r = threadIdx.x / kLanes; r < kRows; r += 256 / kLanes) {
@@ -1265,12 +1299,12 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int i = threadIdx.x; i < kBlocks * 32; i += 256) {
     const int block = i % kBlocks, pair = i / kBlocks;  // pair: 8 * (warp of the warpgroup) + lane / 4
+    if (8 * block >= p.H) continue;
     const int group = block / (kBlocks / 2);
     const float4* const source = dq + (group * (kBlocks / 2) + block % (kBlocks / 2)) * 128 + pair * 4;
     float4 value[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) value[j] = source[j];
-    if (8 * block >= p.H) continue;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = pair / 8 * 16 + pair % 8 + 8 * h, query = r / p.G, g = r % p.G;

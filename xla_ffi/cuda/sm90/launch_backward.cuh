@@ -17,8 +17,8 @@ inline DBias dbias_mode_of(const Problem& p) {
   return p.dbias.group == 0 ? DBias::kPerQuery : DBias::kPerRow;
 }
 
-// [batch, position, head, channel] in boxes of `box_rows` positions x `box_heads` heads x 64 channels, 128-byte swizzle;
-// what lies outside is read as 0. False if the view cannot be described.
+// [batch, position, head, channel] in boxes of `box_rows` positions x `box_heads` heads x 64 channels, 128-byte
+// swizzle; what lies outside is read as 0. False if the view cannot be described.
 inline bool make_map(const Problem& p, const View& view, int64_t length, int heads, int channels, int box_heads,
                      int box_rows, CUtensorMap* map, int64_t* entry) {
   const bool query = heads != p.K || p.G == 1;  // q and dout have K * G heads
@@ -40,11 +40,10 @@ inline bool make_map(const Problem& p, const View& view, int64_t length, int hea
   if (reinterpret_cast<uintptr_t>(view.data) % 16 != 0) return false;
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows), 1},
                    steps[4] = {1, 1, 1, 1};
-  return encode_tiled()(map,
-                        p.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-                        view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode_tiled()(
+             map, p.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+             view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 template <class T>  // the element type of the call: one such kernel for each translation unit
@@ -97,8 +96,9 @@ bool plan_logits(const Problem& p, float* dbias_sums, BackwardPlan* plan, Backwa
       const DType dtype = plan->dbias_f32 ? DType::kF32 : p.bias_dtype;
       const int zero_rows = BackwardShape<kHeadDim>::kDQBytes / 128 / (plan->dbias_f32 ? 2 : 1);
       plan->zero_queries = zero_rows / (p.dbias.group != 0 ? p.G : 1) / queries * queries;
-      plan->dbias_by_tma = map_of(&maps->dbias, &plan->dbias_batch, p.dbias, data, dtype, queries) &&
-                           map_of(&maps->zeros, &plan->dbias_batch, p.dbias, data, dtype, std::max(plan->zero_queries, queries));
+      plan->dbias_by_tma =
+          map_of(&maps->dbias, &plan->dbias_batch, p.dbias, data, dtype, queries) &&
+          map_of(&maps->zeros, &plan->dbias_batch, p.dbias, data, dtype, std::max(plan->zero_queries, queries));
     }
   }
   // What is dearest goes first when space is short: the second stage, then dbias's.
