@@ -1,7 +1,7 @@
 """Dynamic-mask attention as a Flax (nnx) module. Reached as ``jax_dma.flax.DynamicMaskAttention``.
 
-A score for each key and key/value head is read off the values. It does two things: the ``window`` highest-scored keys of
-its past are what a query sees, and the score is added to the logits, through which it is trained.
+A score for each key and key/value head is read off the values. It does two things: a query sees the ``window``
+highest-scored keys of its past, and the score is added to their logits, through which it is trained.
 
 Source: "Trainable Dynamic Mask Sparse Attention" (arXiv:2508.02124) and the Doge models that go with it.
 """
@@ -41,8 +41,10 @@ def rotary(x, positions, *, base=10_000.0):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DynamicMaskCache:
-    """What decoding has to remember: the keys that the next query can see. A key that has been pushed out never returns,
-    so a slot for each key of the window is enough, however long the sequence becomes.
+    """What decoding has to remember: the keys that the next query can see.
+
+    A key that has been pushed out never returns, so a slot for each key of the window is enough, however long the
+    sequence becomes.
 
     Attributes:
       key, value: ``[*batch, slots, K, H]``, in no order, each head with keys of its own.

@@ -13,7 +13,7 @@ namespace jax_dma::sm80 {
 struct BackwardBuffers {
   float* row_stats;  // [B, K, query tiles * 128, 2]
   float* dq;         // [B, K, query tiles * 128, kernel head dim]
-  int* turn;         // [B, K, query tiles * 4]
+  int* turn;         // [B, K, query tiles * 4]; also used without `deterministic` by sm90
   float* dbias;      // f32 sums of dbias's shape, or null where each element is written once
   int64_t dbias_elements;
 };

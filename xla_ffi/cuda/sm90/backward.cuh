@@ -11,13 +11,14 @@
 // Warps. 0: TMA of k, v, q, dout, row statistics. 1: mask bits and bias. 2 and 3: dq and dbias of a consumer warpgroup
 // each, from shared memory to device memory. 4 to 7 and 8 to 11: 64 keys each, and one half of dq's channels.
 //
-// The products are issued in the order dp, dv, dk, dq of the tile before, s of the tile after: exponentials run beside
-// dp, ds and dbias beside dv and dk, and the way out of dq beside s. Nothing is in flight from one iteration to the
-// next: ptxas would serialize all products. So it would if they needed more registers than there are: look for
-// "serializ" in its output.
+// The products of a tile are issued in the order dp, dv, dk, dq, and s of the next tile behind them: exponentials run
+// beside dp, ds and dbias beside dv and dk, and the way out of dq beside the next s. Nothing is in flight from one
+// iteration to the next: ptxas would serialize all products. So it would if they needed more registers than there are:
+// look for "serializ" in its output.
 //
-// Shared memory, head dim 128: k, v 64 KB; two stages of q, dout 64 KB; of ds 32 KB; of row statistics 1 KB; dq on its
-// way out 32 KB; one or two of bits (<= 1 KB) and bias (64 rows at most: 16 KB, f32 32 KB); dbias on its way out.
+// Shared memory, head dim 128: k, v 64 KB; two stages of q, dout 64 KB; ds 16 KB; dq on its way out 32 KB; two stages
+// of row statistics 1 KB; one or two of bits (<= 1 KB) and bias (64 rows at most: 16 KB, f32 32 KB); dbias on its way
+// out.
 #pragma once
 
 #include "../live_tiles.cuh"
@@ -45,7 +46,7 @@ struct BackwardShape {
   static constexpr int kDSBytes = kKeys * 128;  // [key][row]
   static constexpr int kDQRegs = kHeadDim / 4;  // of a thread: 64 rows x half the channels over a warpgroup
   static constexpr int kDQBytes = kRows * kHeadDim / 2 * 4;  // of a warpgroup
-  static constexpr int kDS = 2 * kKVBytes + 4 * kQBytes, kDQ = kDS + 2 * kDSBytes, kStats = kDQ + 2 * kDQBytes,
+  static constexpr int kDS = 2 * kKVBytes + 4 * kQBytes, kDQ = kDS + kDSBytes, kStats = kDQ + 2 * kDQBytes,
                        kLogits = kStats + 2 * 8 * kRows;
 };
 
@@ -160,8 +161,7 @@ constexpr int kTestBits = 1, kTestPosition = 2;  // positions hidden by mask bit
 struct BackwardShared {
   Rows rows;
   TileInfo info[2];
-  uint64_t kv_full, q_full[2], q_free[2], dout_full[2], dout_free[2], logits_full[2], logits_free[2];
-  uint64_t ds_full[2], ds_free[2];
+  uint64_t kv_full, q_full[2], q_free[2], dout_full[2], dout_free[2], logits_full[2], logits_free[2], ds_free;
   uint64_t dq_full[2], dq_free[2], dbias_full[2], dbias_free[2];  // of a warpgroup
   int q_batch, dout_batch, k_batch, v_batch;                      // coordinates in the tensor maps
   int start;                                                      // plan tile that this block begins with
@@ -526,21 +526,6 @@ struct DBiasWriter {
   }
 };
 
-// Word j of lane 4 i + k becomes word k of lane 4 i + j.
-__device__ __forceinline__ void transpose_words(uint32_t (&words)[4]) {
-  const int lane = threadIdx.x % 4;
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2) {
-    const bool upper = (lane & bit) != 0;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (j & bit) continue;
-      const uint32_t received = __shfl_xor_sync(~0u, upper ? words[j] : words[j + bit], bit);
-      (upper ? words[j] : words[j + bit]) = received;
-    }
-  }
-}
-
 // Blocks of one head begin where the newest of them is, so that q, dout and dq are in the L2 cache: the head's first
 // two turns, which nothing else uses then, tell which block that is and its plan tile. The order of additions to dq is
 // arbitrary anyway.
@@ -577,7 +562,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ BlockOperands<T> operands;
   const uint32_t k_tile = ptx::shared_address(dynamic), v_tile = k_tile + Shape::kKVBytes,
                  q_tiles = v_tile + Shape::kKVBytes, dout_tiles = q_tiles + 2 * Shape::kQBytes,
-                 ds_tiles = k_tile + Shape::kDS;
+                 ds_tile = k_tile + Shape::kDS;
   float* const stats = reinterpret_cast<float*>(dynamic + Shape::kStats);  // [stage][log-sum-exp, delta][row]
 
   // Some heads at a time, so that what they share stays in the L2 cache, and of these the first keys first: under a
@@ -592,12 +577,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) {
     operands.fill(p, head / p.K, head % p.K);
-    barrier_init(&shared.kv_full, 1);
+    barrier_init(&shared.kv_full, 1), barrier_init(&shared.ds_free, 8);
     for (int i = 0; i < 2; ++i) {
       barrier_init(&shared.q_full[i], 1), barrier_init(&shared.dout_full[i], 1);
       barrier_init(&shared.q_free[i], 8), barrier_init(&shared.dout_free[i], 8);
       barrier_init(&shared.logits_full[i], 64 + (plan.bias_by_tma ? 1 : 0)), barrier_init(&shared.logits_free[i], 8);
-      barrier_init(&shared.ds_full[i], 8), barrier_init(&shared.ds_free[i], 8);
       barrier_init(&shared.dq_full[i], 4), barrier_init(&shared.dq_free[i], 1);
       barrier_init(&shared.dbias_full[i], staged_dbias ? 4 : 8),
           barrier_init(&shared.dbias_free[i], staged_dbias ? 1 : 2);
@@ -714,35 +698,22 @@ __global__ void __launch_bounds__(kThreads, 1)
           store_box(map, source + i * panel, scratch.dbias != nullptr, key + 64 * group + 32 * i, t0,
                     p.dbias.kv != 0 ? head % p.K : 0, plan.dbias_batch ? head / p.K : 0);
       };
-      int i = 0, *due = nullptr, due_turn = 0;
-      const auto pass_turn = [&] {  // once what was added is in memory
-        if (lane == 0 && due != nullptr) {
-          bulk_wait();
-          __threadfence();
-          ptx::store_release(due, due_turn);
-        }
-      };
+      int i = 0;
 #pragma unroll 1
       for (int tile = walk.next(p, operands, key_tile); tile >= 0; tile = walk.next(p, operands, key_tile), ++i) {
-        const int64_t half = 2 * (head * scratch.tiles + tile) + group;
+        int turn = 0;
         if (p.deterministic) {  // key tiles add to dq in their own order: how many come before
-          int turn = 0;
 #pragma unroll 1
           for (int word = 0; word <= key_tile / kTilesPerWord; ++word) {
             uint32_t seen = key_tiles_word(p, operands, tile / kQueryParts, word, queries_per_tile(p.G)).seen;
             if (word == key_tile / kTilesPerWord) seen &= (1u << (key_tile % kTilesPerWord)) - 1;
             turn += __popc(seen);
           }
-          pass_turn();
-          due = scratch.turn + half, due_turn = turn + 1;
-          if (lane == 0)
-            while (ptx::load_acquire(due) != turn) __nanosleep(32);
-          __syncwarp();
         }
         if constexpr (kBias == Bias::kTile) {
           if (read_dbias) {
             wait(&shared.dbias_full[0], i & 1);
-            writer.write(ds_tiles + (i & 1) * Shape::kDSBytes, tile * queries, threadIdx.x - 64);
+            writer.write(ds_tile, tile * queries, threadIdx.x - 64);
             __syncwarp();
             if (lane == 0) arrive(&shared.dbias_free[0]);
           } else if (staged_dbias && lane == 0) {
@@ -754,16 +725,22 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         if (lane == 0) {
           wait(&shared.dq_full[group], i & 1);
-          if (p.deterministic) asm volatile("fence.proxy.async;" ::: "memory");
-          if (group * (kHeadDim / 2) < p.H) {
-            bulk_reduce_add(scratch.dq + half * (kRows * kHeadDim / 2), dq_stage, Shape::kDQBytes);
-            bulk_wait_read();
+          const int64_t half = 2 * (head * scratch.tiles + tile) + group;
+          if (p.deterministic) {
+            while (ptx::load_acquire(scratch.turn + half) != turn) __nanosleep(32);
+            asm volatile("fence.proxy.async;" ::: "memory");
           }
+          bulk_reduce_add(scratch.dq + half * (kRows * kHeadDim / 2), dq_stage, Shape::kDQBytes);
+          bulk_wait_read();
           arrive(&shared.dq_free[group]);
+          if (p.deterministic) {
+            bulk_wait();
+            __threadfence();
+            ptx::store_release(scratch.turn + half, turn + 1);
+          }
         }
         __syncwarp();
       }
-      pass_turn();
       if constexpr (kBias == Bias::kTile) {
         if (plan.dbias != DBias::kNone && scratch.dbias == nullptr) {  // zeros in the tiles that were skipped
           const bool wide = plan.zero_queries > 0;  // where dq was there is room for boxes of more than a tile
@@ -839,6 +816,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     __device__ __forceinline__ uint32_t at(int c) const { return base + c % 2 * 1024 + (((c / 2) ^ swizzle) << 4); }
   };
+  const uint32_t ds_keys = ds_tile + warp_key * 128;
   // What all lanes of the warp have done with.
   const auto release = [&](uint64_t* barrier) {
     __syncwarp();
@@ -892,51 +870,30 @@ __global__ void __launch_bounds__(kThreads, 1)
     wgmma_wait<0>();
     hold(x);
   }
-  using Gradient = float[Shape::kDQRegs];
-  const auto issue_dq = [&](Gradient& dq, int stage) {
-    const uint64_t ds_columns = operand(ds_tiles + stage * Shape::kDSBytes, 8192),
-                   k_columns = operand(k_half, kKVPanel);
-    wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < kKeys / 16; ++c)
-      wgmma_shared<T, true, true>(dq, advance(ds_columns, c * 2048), advance(k_columns, c * 2048), c > 0);
-    wgmma_commit();
-  };
-  const auto stage_dq = [&](const Gradient& dq, int i) {
-    release(&shared.ds_free[i & 1]);
-    wait(&shared.dq_free[group], (i & 1) ^ 1);
-#pragma unroll
-    for (int c = 0; c < Shape::kDQRegs / 4; ++c)
-      reinterpret_cast<float4*>(dq_stage)[c * 128 + thread] =
-          make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
-    fence_async_proxy();
-    release(&shared.dq_full[group]);
-  };
-
-  // dq of a tile is computed with the next one, when the other warpgroup's ds is there too; the two need not keep step.
-  int i = 0;
 #pragma unroll 1
-  while (tile >= 0) {
+  for (int i = 0; tile >= 0; ++i) {
     const int stage = i & 1, parity = i >> 1 & 1;
     const int logit_stage = plan.logit_stages == 2 ? stage : 0, logit_parity = plan.logit_stages == 2 ? parity : stage;
     const uint32_t q_tile = q_tiles + stage * Shape::kQBytes, dout_tile = dout_tiles + stage * Shape::kQBytes;
-    const uint32_t ds_keys = ds_tiles + stage * Shape::kDSBytes + warp_key * 128;
     const float* const lse = stats + stage * 2 * kRows;
     const float2* const lse2 = reinterpret_cast<const float2*>(lse) + lane % 4;  // of the rows in this thread's columns
 
     float y[32];
-    const uint64_t v_rows = operand(v_group), dout_rows = operand(dout_tile);
-    wgmma_fence();
+    const auto issue_dp = [&] {
+      const uint64_t v_rows = operand(v_group), dout_rows = operand(dout_tile);
+      wgmma_fence();
 #pragma unroll
-    for (int c = 0; c < kHeadDim / 16; ++c)
-      wgmma_shared<T>(y, advance(v_rows, (c / 4) * kKVPanel + (c % 4) * 32),
-                      advance(dout_rows, (c / 4) * kQPanel + (c % 4) * 32), c > 0);
-    wgmma_commit();
+      for (int c = 0; c < kHeadDim / 16; ++c)
+        wgmma_shared<T>(y, advance(v_rows, (c / 4) * kKVPanel + (c % 4) * 32),
+                        advance(dout_rows, (c / 4) * kQPanel + (c % 4) * 32), c > 0);
+      wgmma_commit();
+    };
+    issue_dp();
     if (kLogits) wait(&shared.logits_full[logit_stage], logit_parity);
     float factor = p.scale;
     if (p.softcap != 0.0f) {
       // x: the capped logits; their derivative waits where ds will be.
-      wait(&shared.ds_free[stage], parity ^ 1);
+      wait(&shared.ds_free, (i & 1) ^ 1);
       if (read_dbias) wait(&shared.dbias_free[0], (i & 1) ^ 1);
       const float inner = p.scale / p.softcap;
       factor = 1.0f;
@@ -969,40 +926,34 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     // Hidden positions are 0 in p, whatever they met on the way.
-    const int hidden = shared.info[stage].hidden;
-    // For each pair of neighbouring rows that are of one query: whether they see the thread's two keys.
-    const auto for_row_pairs = [&](const auto& use) {
-      const int step = 128 >> plan.bits_shift;  // between rows that are 8 apart
-      const uint32_t first = k_tile + plan.bits_at + logit_stage * plan.bits_stage + warp_key / 32 * 4 +
-                             ((2 * (lane % 4)) >> plan.bits_shift) * 16;
-#pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        uint32_t word;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(first + c * step));
-        word >>= k0 % 32;
-        use(c, (word & 1) != 0, (word & 0x100) != 0);
-      }
-    };
     const auto hide = [&](float value) {
+      const int hidden = shared.info[stage].hidden;
       if (kMask == Mask::kBits && (hidden & kTestBits)) {
-        if (plan.bits_shift == 0) {
-          const uint32_t first =
-              k_tile + plan.bits_at + logit_stage * plan.bits_stage + warp_key / 32 * 4 + 2 * (lane % 4) * 16;
+        const int shift = plan.bits_shift, step = 128 >> shift;  // between rows that are 8 apart
+        const uint32_t first = k_tile + plan.bits_at + logit_stage * plan.bits_stage + warp_key / 32 * 4 +
+                               ((2 * (lane % 4)) >> shift) * 16;
+        const uint32_t bit0 = 1u << (k0 % 32), bit1 = bit0 << 8;
+        const auto load = [&](uint32_t address) {
+          uint32_t word;
+          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
+          return word;
+        };
+        if (shift > 0) {  // two neighbouring rows are of one query
+#pragma unroll
+          for (int c = 0; c < 8; ++c) {
+            const uint32_t word = load(first + c * step);
+            if ((word & bit0) == 0) x[4 * c] = x[4 * c + 1] = value;
+            if ((word & bit1) == 0) x[4 * c + 2] = x[4 * c + 3] = value;
+          }
+        } else {
 #pragma unroll
           for (int c = 0; c < 8; ++c)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              uint32_t word;
-              asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(first + c * 128 + e * 16));
-              word >>= k0 % 32;
-              if ((word & 1) == 0) x[4 * c + e] = value;
-              if ((word & 0x100) == 0) x[4 * c + 2 + e] = value;
+              const uint32_t word = load(first + c * 128 + e * 16);
+              if ((word & bit0) == 0) x[4 * c + e] = value;
+              if ((word & bit1) == 0) x[4 * c + 2 + e] = value;
             }
-        } else if (!kPackedP) {
-          for_row_pairs([&](int c, bool first, bool second) {
-            if (!first) x[4 * c] = x[4 * c + 1] = value;
-            if (!second) x[4 * c + 2] = x[4 * c + 3] = value;
-          });
         }
       }
       if (hidden & kTestPosition) {
@@ -1056,7 +1007,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     };
-    if constexpr (kHideFirst) hide(-INFINITY);
+    if constexpr (kHideFirst) {
+      hide(-INFINITY);
+      if (kLogits) release(&shared.logits_free[logit_stage]);
+    }
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
       const float2 l = lse2[4 * c];
@@ -1067,16 +1021,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         x[4 * c + e] = ptx::exp2(fmaf(x[4 * c + e], log2_factor, -shift));
       }
     }
-    if constexpr (!kHideFirst) hide(0.0f);
+    if constexpr (!kHideFirst) {
+      hide(0.0f);
+      if (kLogits) release(&shared.logits_free[logit_stage]);
+    }
     uint32_t packed[16];
 #pragma unroll
     for (int c = 0; c < 16; ++c) packed[c] = ptx::pack<T>(x[2 * c], x[2 * c + 1]);
-    if (kMask == Mask::kBits && kPackedP && (hidden & kTestBits) && plan.bits_shift > 0)
-      for_row_pairs([&](int c, bool first, bool second) {
-        if (!first) packed[2 * c] = 0;
-        if (!second) packed[2 * c + 1] = 0;
-      });
-    if (kLogits) release(&shared.logits_free[logit_stage]);
     wgmma_wait<0>();
     hold(y);
     const auto weights = [&](int c) {  // two rows of p
@@ -1102,19 +1053,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     uint32_t ds[16];
     const auto store_ds = [&] {
-      // Matrices of 8 keys x 8 rows: lane l gives the address of key l % 8 of matrix l / 8.
-      const int l = fresh_lane();
-      const uint32_t first = ds_keys + (l / 8 % 2 * 8 + l % 8) * 128 + (((l / 16) ^ (l % 8)) << 4);
+      const WordsOfDS words(ds_keys);
 #pragma unroll
-      for (int c = 0; c < 4; ++c)
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(first ^ (c << 5)),
-                     "r"(ds[4 * c]), "r"(ds[4 * c + 1]), "r"(ds[4 * c + 2]), "r"(ds[4 * c + 3])
-                     : "memory");
+      for (int c = 0; c < 16; ++c) asm volatile("st.shared.u32 [%0], %1;" ::"r"(words.at(c)), "r"(ds[c]) : "memory");
     };
     if (p.softcap == 0.0f) {
 #pragma unroll
       for (int c = 0; c < 16; ++c) ds[c] = ptx::pack<T>(y[2 * c], y[2 * c + 1]);
-      wait(&shared.ds_free[stage], parity ^ 1);
+      wait(&shared.ds_free, (i & 1) ^ 1);
       if (read_dbias) wait(&shared.dbias_free[0], (i & 1) ^ 1);
       store_ds();
       if (read_dbias) release(&shared.dbias_full[0]);
@@ -1136,8 +1082,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       store_ds();
     }
-    fence_async_proxy();
-    release(&shared.ds_full[stage]);
     const uint64_t q_columns = operand(q_tile, kQPanel);
     wgmma_fence();
 #pragma unroll
@@ -1152,13 +1096,18 @@ __global__ void __launch_bounds__(kThreads, 1)
         else if (p.bias_dtype == DType::kBF16)
           stage_dbias_16<__nv_bfloat16>(y, panels + group * plan.dbias_panel, warp_key % 64, plan.dbias_shift);
         else stage_dbias_16<__half>(y, panels + group * plan.dbias_panel, warp_key % 64, plan.dbias_shift);
-        fence_async_proxy();
-        release(&shared.dbias_full[group]);
       }
     }
-    if (i > 0) wait(&shared.ds_full[stage ^ 1], (i - 1) >> 1 & 1);
-    Gradient dq;
-    issue_dq(dq, stage ^ 1);
+    fence_async_proxy();
+    if (staged_dbias) release(&shared.dbias_full[group]);
+    named_sync(1, kConsumers);  // ds is there
+    float dq[Shape::kDQRegs];
+    const uint64_t ds_columns = operand(ds_tile, 8192), k_columns = operand(k_half, kKVPanel);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < kKeys / 16; ++c)
+      wgmma_shared<T, true, true>(dq, advance(ds_columns, c * 2048), advance(k_columns, c * 2048), c > 0);
+    wgmma_commit();
 
     // s of the next tile, behind those (of whatever is there, if there is no next tile).
     const int next_parity = (i + 1) >> 1 & 1;
@@ -1170,41 +1119,34 @@ __global__ void __launch_bounds__(kThreads, 1)
     issue_s(q_tiles + (stage ^ 1) * Shape::kQBytes);
     wgmma_wait<1>();
     hold(dq);
-    if (i > 0) stage_dq(dq, i - 1);
+    release(&shared.ds_free);
+    wait(&shared.dq_free[group], (i & 1) ^ 1);
+#pragma unroll
+    for (int c = 0; c < Shape::kDQRegs / 4; ++c)
+      reinterpret_cast<float4*>(dq_stage)[c * 128 + thread] =
+          make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
+    fence_async_proxy();
+    release(&shared.dq_full[group]);
     if (tile >= 0) special = prepare(stage ^ 1, next_parity);
     wgmma_wait<0>();
     hold(x);
-    ++i;
-  }
-  if (i > 0) {
-    wait(&shared.ds_full[(i - 1) & 1], (i - 1) >> 1 & 1);
-    Gradient dq;
-    issue_dq(dq, (i - 1) & 1);
-    wgmma_wait<0>();
-    hold(dq);
-    stage_dq(dq, i - 1);
   }
 
-  // dk and dv: four lanes exchange their words of a key, so that each has 16 bytes to store.
-  const auto store = [&](const float (&d)[kHeadDim / 2], T* out, const View& view, int channels, float factor) {
+  // dk and dv, straight from the fragments.
+  T* const dk_out = static_cast<T*>(p.dk.data) + shared.dk;
+  T* const dv_out = static_cast<T*>(p.dv.data) + shared.dv;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int s = key + k0 + 8 * h;
+  for (int h = 0; h < 2; ++h) {
+    const int64_t s = key + k0 + 8 * h;
+    if (s >= p.S) continue;
 #pragma unroll
-      for (int n = 0; n < kHeadDim / 8; n += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          words[j] = ptx::pack<T>(d[4 * (n + j) + 2 * h] * factor, d[4 * (n + j) + 2 * h + 1] * factor);
-        transpose_words(words);
-        const int c = 8 * (n + lane % 4);
-        if (s < static_cast<int>(p.S) && c < channels)
-          *reinterpret_cast<uint4*>(out + s * view.row + c) = uint4{words[0], words[1], words[2], words[3]};
-      }
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      const int c = 8 * n + 2 * (lane % 4), e = 4 * n + 2 * h;
+      if (c < p.H)
+        *reinterpret_cast<uint32_t*>(dk_out + s * p.dk.row + c) = ptx::pack<T>(dk[e] * p.scale, dk[e + 1] * p.scale);
+      if (c < p.Hv) *reinterpret_cast<uint32_t*>(dv_out + s * p.dv.row + c) = ptx::pack<T>(dv[e], dv[e + 1]);
     }
-  };
-  store(dk, static_cast<T*>(p.dk.data) + shared.dk, p.dk, p.H, p.scale);
-  store(dv, static_cast<T*>(p.dv.data) + shared.dv, p.dv, p.Hv, 1.0f);
+  }
   if constexpr (kBias == Bias::kKey) {
     if (plan.dbias != DBias::kNone) {
       const DBiasWriter<T> writer{p,
@@ -1255,7 +1197,7 @@ __global__ void __launch_bounds__(256)
   float* const stats = scratch.row_stats + int64_t{blockIdx.x} * (2 * kRows);
   float4* const dq = reinterpret_cast<float4*>(scratch.dq) + int64_t{blockIdx.x} * (kRows * kHeadDim / 4);
 #pragma unroll
-  for (int i = threadIdx.x; i < kRows * kHeadDim / (p.H > kHeadDim / 2 ? 4 : 8); i += 256) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 256) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (threadIdx.x < 2) scratch.turn[2 * int64_t{blockIdx.x} + threadIdx.x] = 0;
 #pragma unroll
   for (int r = threadIdx.x / kLanes; r < kRows; r += 256 / kLanes) {
@@ -1299,12 +1241,12 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int i = threadIdx.x; i < kBlocks * 32; i += 256) {
     const int block = i % kBlocks, pair = i / kBlocks;  // pair: 8 * (warp of the warpgroup) + lane / 4
-    if (8 * block >= p.H) continue;
     const int group = block / (kBlocks / 2);
     const float4* const source = dq + (group * (kBlocks / 2) + block % (kBlocks / 2)) * 128 + pair * 4;
     float4 value[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) value[j] = source[j];
+    if (8 * block >= p.H) continue;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = pair / 8 * 16 + pair % 8 + 8 * h, query = r / p.G, g = r % p.G;

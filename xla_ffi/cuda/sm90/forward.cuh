@@ -1,19 +1,23 @@
 // Forward attention for compute capability 9.0a: TMA, wgmma, specialised warps, persistent blocks.
 //
-// A block works through tiles of 128 rows (queries x heads of one key/value head, head fastest) one after another. Its
-// last warp produces: it walks the live key tiles and loads q, k, v and the bias by TMA, and what TMA cannot
-// (intervals, per-key bias, unaligned bias) by ordinary loads. Warpgroups 0 and 1 consume: each computes 64 of the
-// rows, q k^T from shared memory and p v with p in registers. A warpgroup issues the next q k^T before the current p v
-// and runs its softmax meanwhile.
+// A block works through tiles of 128 or 192 rows (queries x heads of one key/value head, head fastest) one after
+// another. The last warpgroup produces: its first warp walks the live key tiles and loads q, k, v and the bias by TMA,
+// its other warps what TMA cannot (intervals, per-key bias, unaligned bias), by ordinary loads. The other warpgroups
+// consume: each computes 64 of the rows, q k^T from shared memory and p v with p in registers. A warpgroup issues the
+// next q k^T before the current p v and runs its softmax meanwhile.
 //
-//   head dim   rows x keys   stages   shared memory: q + k + v    blocks of a multiprocessor
-//   32         128 x 64      2         8 + 8 + 8 = 24 KB          2
-//   64         128 x 64      2        16 + 16 + 16 = 48 KB        2
-//   128        128 x 128     2        32 + 64 + 64 = 160 KB       1
-//   256        128 x 64      2        64 + 64 + 64 = 192 KB       1
-// plus one or two stages of bias (128 x 128 x 2 bytes = 32 KB at most where 16 bits, 64 KB in f32; G times less where
-// heads share it) and of key vectors. Mask bits go from device memory straight to registers: 16 bytes a row, asked for
-// before q k^T is issued and used after it.
+//   head dim   rows x keys   stages of q, k, v   shared memory: q + k + v
+//   32         192 x 128     2, 2, 2             24 + 16 + 16 = 56 KB
+//   64         192 x 128     2, 2, 2             48 + 32 + 32 = 112 KB
+//   128        128 x 128     1, 2, 2             32 + 64 + 64 = 160 KB
+//   256        128 x 64      1, 2, 2             64 + 64 + 64 = 192 KB
+// plus one or two stages of bias (192 x 128 x 2 bytes = 48 KB at most where 16 bits, 96 KB in f32; G times less where
+// heads share it) and two of key vectors. Mask bits go from device memory straight to registers: 16 bytes a row, asked
+// for before q k^T is issued and used after it.
+//
+// The loop is bound by latencies, not by a unit: a scheduler has two or three consumer warps. So it has no branch to
+// what is rare (kGeneral), descriptors are uniform, the maximum leaves the quad only where it moves, and the
+// exponentials stand before the wait for p v (see there).
 #pragma once
 
 #include "../live_tiles.cuh"
@@ -78,7 +82,7 @@ struct ForwardPlan {
   int items;                // tiles x heads x splits
   int queries;              // of a tile
   int splits, split_tiles;  // the key tiles of a query tile are divided among `splits` items
-  int consumers;            // threads: 128 where the upper 64 rows are never used
+  int consumers;            // threads: 128 where only the first 64 rows are used
   int bias_rows, bias_panel, bias_stage;
   int bias_two;  // whether there are two stages of bias: 0, 1
   int side_at, side_stage, barriers_at;
@@ -834,8 +838,8 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
         last = part.last();
         ++slot;
         // The exponentials belong above the wait for p v, and ptxas likes them below it. A branch on something that
-        // depends on all of them (sums are never negative) stands between: the one of looking for the next keys. See
-        // check_sass.py.
+        // depends on all of them (sums are never negative) stands between: the one of looking for the next keys.
+        // In the SASS of the loop no MUFU.EX2 may stand between that wait and the next HGMMA.
         if (!last) part = next_part(soft.sum[0] + soft.sum[1] < 0.0f);
         wgmma_wait<0>();
         hold(o);

@@ -2,6 +2,5 @@
 
 #include "launch_forward.cuh"
 
-template cudaError_t jax_dma::sm90::launch_forward<__half, 256>(const jax_dma::Problem&, cudaStream_t);
 template cudaError_t jax_dma::sm90::launch_forward<__half, 256>(const jax_dma::Problem&,
                                                                 const jax_dma::sm90::ForwardScratch&, cudaStream_t);

@@ -112,9 +112,4 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
   return sm80::with_kinds(p, run);
 }
 
-template <class T, int kHeadDim>
-cudaError_t launch_forward(const Problem& p, cudaStream_t stream) {
-  return launch_forward<T, kHeadDim>(p, ForwardScratch{}, stream);
-}
-
 }  // namespace jax_dma::sm90
