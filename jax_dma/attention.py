@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_dma import checks, choice, kept_keys, mesh, op, reference
-from jax_dma.choice import names_of as _names
-from jax_dma.choice import serving as _serving
 from jax_dma.implementations import xla
 from jax_dma.masks import KeyIntervals
 from jax_dma.plan import MaskPlan, plan
@@ -81,8 +79,8 @@ def attention(
         q, k, v, mask, bias, sinks=sinks, is_causal=is_causal, scale=scale, logits_soft_cap=logits_soft_cap,
         return_lse=return_lse, deterministic=deterministic,
     )  # fmt: skip
-    names = _names(implementation)
-    call = dataclasses.replace(call, implementations=_serving(names, call, q, k, v, bias))
+    names = choice.names_of(implementation)
+    call = dataclasses.replace(call, implementations=choice.serving(names, call, q, k, v, bias))
     path = choice.path_of(mask, q, k, bias, is_causal)
     choice.log(names, call, mask, q, k, v, bias)
 

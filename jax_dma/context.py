@@ -26,8 +26,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from jax_dma import checks, masks, op
-from jax_dma.attention import _add_sinks, _names as _implementations, _same_shape, _serving, _with_rank, check
+from jax_dma.attention import _add_sinks, _same_shape, _with_rank, check
 from jax_dma.attention import attention as attention_of_one_device
+from jax_dma.choice import names_of, serving
 from jax_dma.masks import KeyIntervals
 from jax_dma.mesh import align_varying, vary_over, varying_axes, widen_if_summed
 from jax_dma.plan import MaskPlan, plan
@@ -96,7 +97,7 @@ def attention(
         raise TypeError("mask must be a bool array or KeyIntervals here, not a MaskPlan: devices plan their own parts")
     options = dict(is_causal=is_causal, scale=scale, logits_soft_cap=logits_soft_cap, deterministic=deterministic)
     call, _ = check(q, k, v, None, None, sinks=sinks, return_lse=return_lse, **options)
-    call = dataclasses.replace(call, implementations=_serving(_implementations(implementation), call, q, k, v, bias))
+    call = dataclasses.replace(call, implementations=serving(names_of(implementation), call, q, k, v, bias))
     axis = _names(axis)
     if not axis:
         raise ValueError("axis must name at least one mesh axis")

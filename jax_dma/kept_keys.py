@@ -171,7 +171,9 @@ def _list_keys_kernel(start, end, *, T, R, length):
     return results[:4]
 
 
-_list_keys = with_cuda_kernel("list_keys", _list_keys_plain, _list_keys_kernel)
+_list_keys = with_cuda_kernel(
+    "list_keys", _list_keys_plain, _list_keys_kernel, (("n.", "n."), (".n.", ".n.", ".n.", ".n."))
+)
 
 
 def take(listed, x):
@@ -207,14 +209,15 @@ def _take_kernel(keys, x):
     return ffi.custom_call("take_keys", [(shape, x.dtype)], keys, x)
 
 
-_take = with_cuda_kernel("take_keys", _take_plain, _take_kernel)
+_take = with_cuda_kernel("take_keys", _take_plain, _take_kernel, (("rn.", ".n."), ("r.n.",)))
 
 
 def _sum_plain(keys, counts, start, end, rows, *, T, R, dtype):
     """The sum over all places where a key is listed: [*batch, S, heads, channels]; computed in float32 or wider."""
     S = start.shape[-1]
     batch = jnp.broadcast_shapes(keys.shape[:-3], rows.shape[:-4])
-    like = jax.ShapeDtypeStruct((*batch, S, *rows.shape[-2:]), jnp.promote_types(rows.dtype, jnp.float32))
+    # As varying as the rows: the transpose would be a sum over mesh axes too.
+    like = ffi._result((*batch, S, *rows.shape[-2:]), jnp.promote_types(rows.dtype, jnp.float32), rows)
     transpose = jax.linear_transpose(lambda x: _take_plain(keys, x)[0], like)
     (sums,) = transpose(jnp.broadcast_to(rows, (*batch, *rows.shape[-4:])).astype(like.dtype))
     return (sums.astype(dtype),)
@@ -232,7 +235,7 @@ def _sum_kernel(keys, counts, start, end, rows, *, T, R, dtype):
     )
 
 
-_sum = with_cuda_kernel("sum_keys", _sum_plain, _sum_kernel)
+_sum = with_cuda_kernel("sum_keys", _sum_plain, _sum_kernel, ((".n.", ".n.", "n.", "n.", "..n."), (".n.",)))
 
 
 @jax.custom_vjp

@@ -415,7 +415,9 @@ def _kth_smallest_kernel(values, low, high, *, k):
     return (ffi.custom_call("kth_smallest", results, *rows, k=k)[0].reshape(shape),)
 
 
-_kth_smallest = with_cuda_kernel("kth_smallest", _kth_smallest_plain, _kth_smallest_kernel)
+_kth_smallest = with_cuda_kernel(
+    "kth_smallest", _kth_smallest_plain, _kth_smallest_kernel, ((".", ".", "."), (".",))
+)
 
 
 def dense_top_k(bias, window, *, is_causal=False, mask=None):

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import AbstractMesh
 
+from jax_dma import partition
 from jax_dma.checks import check_bias, check_dense_mask
 from jax_dma.implementations import ffi
 from jax_dma.masks import top_k_operands
@@ -69,7 +71,7 @@ def plan(mask, q, k):
     (T, N), (S, K) = q.shape[-3:-1], k.shape[-3:-1]
     with jax.named_scope("jax_dma.plan"):
         # Masks that are broadcast along queries or keys are small: plain JAX will do.
-        run = plan_p.bind if min(mask.shape[-2:]) > 1 else analyse_all
+        run = _bind if min(mask.shape[-2:]) > 1 else analyse_all
         return MaskPlan(*run(mask, shape=(T, S, N, K)), T, S, N, K)
 
 
@@ -115,7 +117,7 @@ plan_p.multiple_results = True
 
 
 @plan_p.def_abstract_eval
-def _plan_types(mask, *, shape):
+def _plan_types(mask, *, shape, devices):
     like = lambda x: mask.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=_sharding(mask, len(x.shape)))
     results = jax.eval_shape(
         functools.partial(analyse, T=shape[0], S=shape[1], N=shape[2], K=shape[3]),
@@ -125,32 +127,43 @@ def _plan_types(mask, *, shape):
 
 
 def _sharding(mask, rank):
-    """The mask's sharding along its batch axes; what is made of the others is not sharded."""
+    """The mask's sharding along its batch axes; what is made of the others is not typed as sharded."""
     batch = tuple(mask.sharding.spec)[: len(mask.shape) - 3]
     return mask.sharding.update(spec=(batch + (None,) * rank)[:rank])
 
 
+def _bind(mask, *, shape):
+    return plan_p.bind(mask, shape=shape, devices=partition.marker())
+
+
 @functools.cache
 def _compiled(shape):
-    return jax.jit(functools.partial(plan_p.bind, shape=shape))
+    return jax.jit(functools.partial(_bind, shape=shape))
 
 
-plan_p.def_impl(lambda mask, *, shape: _compiled(shape)(mask))
+plan_p.def_impl(lambda mask, *, shape, devices: _compiled(shape)(mask))
 
 
-def _lower(platform, mask, *, shape):
-    if platform == "cuda" and ffi.load("cuda") is None:
+def _lower(platform, mask, *, shape, devices):
+    if platform != "cuda" or ffi.load("cuda") is not None:
+        return list(analyse(mask, *shape))
+    if jax.typeof(mask).sharding.mesh.manual_axes:  # inside shard_map: local already
         return ffi.plan(mask, *shape)
-    return list(analyse(mask, *shape))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return partition.partitioned_plan(lambda mask, shape: ffi.plan(mask, *shape), mask, shape)
 
 
-for _platform in (None, "cuda"):
-    _rule = mlir.lower_fun(functools.partial(_lower, _platform), multiple_results=True)
-    mlir.register_lowering(plan_p, _rule, **({} if _platform is None else {"platform": _platform}))
+# What the kernel's lowering traces is split by `partition`; plain JAX is split by XLA, which may see types.
+mlir.register_lowering(plan_p, mlir.lower_fun(functools.partial(_lower, None), multiple_results=True))
+mlir.register_lowering(
+    plan_p,
+    partition.without_shardings(mlir.lower_fun(functools.partial(_lower, "cuda"), multiple_results=True)),
+    platform="cuda",
+)
 
 
-def _batch(operands, dims, *, shape):
-    results = plan_p.bind(jnp.moveaxis(operands[0], dims[0], 0), shape=shape)
+def _batch(operands, dims, *, shape, devices):
+    results = plan_p.bind(jnp.moveaxis(operands[0], dims[0], 0), shape=shape, devices=devices)
     return results, [0] * len(results)
 
 

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import AbstractMesh
 
+from jax_dma import partition
 from jax_dma.implementations import ffi
 
 
-def with_cuda_kernel(name, plain, kernel):
+def with_cuda_kernel(name, plain, kernel, terms=None):
     """A primitive of several results.
 
     Args:
@@ -19,12 +21,16 @@ def with_cuda_kernel(name, plain, kernel):
         operands may be full or 1, each for itself, and its results are full.
       kernel: the same by a custom call, for CUDA where the compiled kernels are there; None where they cannot serve the
         operands.
+      terms: how the kernel is split over a mesh, the terms of its operands and of its results for
+        :func:`jax_dma.partition.partitioned_along`. None: it sees to that itself.
 
     Returns:
       A function to bind it.
     """
     primitive = Primitive(f"jax_dma_{name}")
     primitive.multiple_results = True
+    if terms is not None:
+        plain, kernel = _without_devices(plain), _split(_without_devices(kernel), *terms)
 
     @primitive.def_abstract_eval
     def types(*operands, **static):
@@ -49,6 +55,7 @@ def with_cuda_kernel(name, plain, kernel):
 
     for platform in (None, "cuda"):
         rule = mlir.lower_fun(functools.partial(lower, platform), multiple_results=True)
+        rule = rule if terms is None or platform is None else partition.without_shardings(rule)
         mlir.register_lowering(primitive, rule, **({} if platform is None else {"platform": platform}))
 
     def batch(operands, dims, **static):
@@ -57,4 +64,25 @@ def with_cuda_kernel(name, plain, kernel):
         return results, [0] * len(results)
 
     batching.primitive_batchers[primitive] = batch
-    return primitive.bind
+    if terms is None:
+        return primitive.bind
+    return lambda *operands, **static: primitive.bind(*operands, **static, devices=partition.marker())
+
+
+def _without_devices(function):
+    """A function that ignores the static parameter that is there for jax alone (see ``partition.marker``)."""
+    return lambda *operands, devices, **static: function(*operands, **static)
+
+
+def _split(kernel, terms, result_terms):
+    """A kernel that is split over whatever mesh the program is compiled for, or None where there is none."""
+
+    def run(*operands, **static):
+        if jax.typeof(operands[0]).sharding.mesh.manual_axes:  # inside shard_map: local already
+            return kernel(*operands, **static)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            if jax.eval_shape(functools.partial(kernel, **static), *operands) is None:
+                return None
+            return partition.partitioned_along(functools.partial(kernel, **static), operands, terms, result_terms)
+
+    return run

@@ -60,7 +60,7 @@ def add_arguments(parser):
     parser.add_argument("--repetitions", type=int, default=0, help="timed calls; default: by duration")
     parser.add_argument("--seed", type=int, default=0, help="of the random operands (default 0)")
     parser.add_argument("--plot", metavar="FILE", default="jax_dma_bench.png",
-                        help="the chart, if matplotlib is installed (default jax_dma_bench.png; '' for none)")  # fmt: skip
+                        help="a chart, with matplotlib (default jax_dma_bench.png; '' for none)")  # fmt: skip
 
 
 def _size(text):

@@ -1,6 +1,7 @@
 """``python -m jax_dma check``: the accuracy of every implementation on this machine, against float64."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ rounded inputs. Exits with 1 if an error is larger than promised, or a call fail
 """
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
     """A call of attention. ``mask`` and ``bias`` are functions of (random generator, problem), or None."""
 
@@ -95,6 +96,7 @@ def _operands(problem, dtype):
     return operands, mask, (draw(B, p.T, p.N, Hv), draw(B, p.T, p.N).astype(jnp.float32))
 
 
+@functools.cache  # the truth is one program for all dtypes
 def _values_and_gradients(problem, implementation):
     def function(operands, mask, cotangents):
         results = lambda x: jax_dma.attention(
@@ -169,11 +171,11 @@ def render(result):
             kind = name if name in kinds else "gradient"
             entry["errors"][kind] = max(entry["errors"][kind], error)
         if not row["passed"]:
-            entry["wrong"].append(row["problem"] + (f": {row['failure']}" if row["failure"] else ""))
+            entry["wrong"].append(f"WRONG in {row['problem']}" + (f": {row['failure']}" if row["failure"] else ""))
     lines = output.table(
         ["implementation", "dtype", *(["call"] if result["all"] else []), "calls", *kinds, ""],
         [
-            [*key, entry["rows"], *entry["errors"].values(), "WRONG in " * bool(entry["wrong"]) + "; ".join(entry["wrong"])]
+            [*key, entry["rows"], *entry["errors"].values(), "; ".join(entry["wrong"]) or "ok"]
             for key, entry in sorted(worst.items())
         ],
     )  # fmt: skip
