@@ -24,13 +24,15 @@ NATIVE := CMakeLists.txt pyproject.toml $(shell find cmake xla_ffi -type f)
 SETTINGS := $(JAX) gpu=$(GPU) cuda=$(JAX_DMA_CUDA) archs=$(JAX_DMA_CUDA_ARCHS) nvcc=$(CUDACXX)$(CUDA_HOME)
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-interop demo bench lint clean FORCE
+.PHONY: help install test test-interop fuzz sanitize demo bench lint clean FORCE
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo      train a small language model with dynamic-mask and with full attention, and compare them'
 	@echo 'make test      run the test suite (ARGS="-k name -x" goes to pytest, WORKERS=n sets the processes)'
 	@echo 'make test-interop   install PyTorch (CPU) and transformers, and compare with their Doge models'
+	@echo 'make fuzz      compare random calls with float64 (SECONDS=180, ARGS="--seed n --implementation name")'
+	@echo 'make sanitize  run the tests of the host kernels with AddressSanitizer and UndefinedBehaviorSanitizer'
 	@echo 'make bench     measure forward and backward against the other attention implementations installed'
 	@echo 'make install   only make $(VENV) and build the package in it; then $(VENV)/bin/python -m jax_dma tells what works'
 	@echo 'make lint      run ruff'
@@ -44,6 +46,22 @@ test: install
 
 test-interop: install $(VENV)/interop
 	$(VENV)/bin/pytest tests/interop $(ARGS)
+
+SECONDS ?= 180
+fuzz: install
+	$(PY) -u tests/fuzz.py --seconds $(SECONDS) $(ARGS)
+
+# The sanitizers' libraries, and the C++ library whose functions they replace, have to be in the process before Python's
+# own. Python and XLA free little at exit, so leaks are not reported.
+SANITIZED ?= tests/test_attention.py tests/test_ffi.py tests/test_threads.py tests/test_fuzz.py
+CXX_LIBRARY = $(shell $(CXX) -print-file-name=lib$(1).so)
+sanitize: install
+	@mkdir -p build
+	$(VENV)/bin/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV)/bin/ninja) -DCMAKE_CXX_COMPILER=$(CXX) -DPython_EXECUTABLE=$(abspath $(PY)) -DJAX_DMA_SANITIZE=ON -DJAX_DMA_CUDA=OFF > build/sanitize.log
+	$(VENV)/bin/cmake --build build/sanitize >> build/sanitize.log || { tail -n 60 build/sanitize.log; exit 1; }
+	LD_PRELOAD="$(call CXX_LIBRARY,asan) $(call CXX_LIBRARY,ubsan) $(call CXX_LIBRARY,stdc++)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 JAX_PLATFORMS=cpu \
+	  $(PY) tests/sanitized.py build/sanitize $(SANITIZED) --implementation cpu $(ARGS)
 
 demo: install
 	$(PY) examples/demo.py $(ARGS)

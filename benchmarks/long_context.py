@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import jax_dma
 import report
-import timing
+from jax_dma.command import timing
 
 LENGTHS = (32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576)
 WINDOWS = (1_024, 2_048, 4_096)

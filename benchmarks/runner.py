@@ -12,8 +12,8 @@ from tqdm import tqdm
 import accuracy
 import peers
 import report
-import timing
 import workloads
+from jax_dma.command import timing
 from workloads import FORWARD, TRAINING
 
 _CACHE_BYTES = 120e6  # twice the largest cache in use: smaller problems are timed on several input sets in turn

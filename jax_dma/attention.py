@@ -136,7 +136,7 @@ def _add_sinks(out, lse, sinks):
     finite = jnp.where(sees_something, lse, 0)
     share = jnp.where(sees_something, jax.nn.sigmoid(finite - sinks), 0)
     out = (out.astype(lse.dtype) * share[..., None]).astype(out.dtype)
-    return out, jnp.where(sees_something, finite + jax.nn.softplus(sinks - finite), sinks)
+    return out, jnp.where(sees_something, jnp.logaddexp(finite, sinks), sinks)
 
 
 def _attend(call, q, k, v, visibility, bias):

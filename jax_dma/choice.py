@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import os
 
 import jax
 
@@ -13,7 +14,8 @@ from jax_dma.plan import MaskPlan
 from jax_dma.tiles import KEY_TILE, queries_per_tile
 
 IMPLEMENTATIONS = ("cuda", "cpu", "pallas", "xla", "reference")
-_DEFAULT = ("cuda", "cpu", "xla")  # the first that serves the platform being lowered for
+# The first that serves the platform being lowered for. Not yet pallas, which has not run on a GPU.
+_DEFAULT = ("cuda", "cpu", "xla")
 logger = logging.getLogger("jax_dma")
 
 
@@ -78,19 +80,42 @@ def serving(names, call, q, k, v, bias):
 
 def refusal(name, call, q, k, v, bias):
     """Why an implementation cannot serve a call on any platform, or None."""
-    reason = unavailable(name) if name not in ("xla", "reference") else None
-    if reason is None and name in ("cpu", "cuda"):
-        reason = ffi.unsupported(name, call, q, k, v, bias)
-    if reason is None and call.deterministic and name == "pallas":
-        reason = "it is not deterministic"
-    return reason
+    if name in ("xla", "reference"):
+        return None
+    # The limits of pallas are those of cuda.
+    return unavailable(name) or ffi.unsupported("cuda" if name == "pallas" else name, call, q, k, v, bias)
 
 
 def unavailable(name):
     """Why an implementation's code is not there at all, or None. Does not look for devices."""
-    if name == "pallas":
-        return "it is not part of this version"
     return ffi.load(name) if name in ("cpu", "cuda") else None
+
+
+def choose(platform, call, operands):
+    """The implementation that a call is lowered to on a platform: "cpu", "cuda", "pallas" or "xla"."""
+    q, k, v, _, bias, _ = call.unflatten(operands)
+    reasons = []
+    for name in call.implementations:
+        reason = misplaced(name, platform, call.implementations) or refusal(name, call, q, k, v, bias)
+        if reason is None:
+            return name
+        reasons.append(f"{name}: {reason}")
+    raise ValueError("no implementation asked for can serve this call of jax_dma.attention. " + "; ".join(reasons))
+
+
+def misplaced(name, platform, names):
+    """Why an implementation, one of several asked for, does not run on the platform that is lowered for, or None."""
+    if name in ("xla", "reference"):
+        return None
+    if name == "pallas":
+        if platform == "cuda":
+            return None if _has_platform("cuda") else "programs with it are made only where there is a GPU"
+        if platform == "cpu" and names and names[0] == "pallas" and os.environ.get("JAX_DMA_PALLAS_INTERPRET") == "1":
+            return None  # slow: for tests
+        name = "cuda"
+    if name == platform:
+        return None
+    return f"it runs on {name}, and this program is being lowered for {platform or 'another platform'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +161,8 @@ def explanation(platform, names, call, mask, q, k, v, bias):
         reason = refusal(name, call, *seen)
         if reason is None and name in ("cpu", "cuda") and name != platform:
             reason = f"it runs on {name}, and this is for {platform}"
+        if reason is None and name == "pallas":
+            reason = misplaced(name, platform, names)
         refusals[name] = reason
     try:
         runs = _runs(platform, serving(names, call, q, k, v, bias), call, *seen)
@@ -150,7 +177,7 @@ def _runs(platform, names, call, *operands):
         return names[0]
     operands = [x for x in operands if x is not None]
     call = dataclasses.replace(call, implementations=names, has_bias=len(operands) == 4)
-    return ffi.choose(platform if platform in ("cpu", "cuda") else None, call, operands)
+    return choose(platform if platform in ("cpu", "cuda") else None, call, operands)
 
 
 def _gathered(path, q, k, v, bias):
@@ -224,6 +251,8 @@ def status():
     report = {}
     for name in IMPLEMENTATIONS:
         reason = unavailable(name)
+        if name == "pallas" and not _has_platform("cuda"):
+            reason = "jax sees no cuda device (JAX_DMA_PALLAS_INTERPRET=1 interprets it on a CPU, slowly, for tests)"
         if reason is None and name in ("cpu", "cuda") and not _has_platform(name):
             reason = f"jax sees no {name} device (is the {name} build of jaxlib installed, and a device visible?)"
         if reason is None and name == "cuda":

@@ -41,7 +41,7 @@ def list_length(key_length, live, R):
 def serves(mask, q, k, bias):
     """The run length to gather with, or None where a call keeps its keys in place."""
     T, (S, K) = q.shape[-3], k.shape[-3:-1]
-    if not mask.scattered or mask.start.shape[-2] not in (1, K) or mask.end.shape[-2] not in (1, K):
+    if not mask.scattered or q.size == 0 or mask.start.shape[-2] not in (1, K) or mask.end.shape[-2] not in (1, K):
         return None
     if bias is not None and bias.shape[-2] > 1:  # O(T * S) by itself
         return None

@@ -10,6 +10,7 @@ Letters: B batch, T query length, S key length, N query heads, K key/value heads
 
 import dataclasses
 import functools
+import math
 import operator
 
 import jax
@@ -296,17 +297,19 @@ def top_k(scores, window, query_length=None, *, is_causal=True, segment_ids=None
     T = S if query_length is None else _length("query_length", query_length)
     per_key = scores.shape[:-2] + (S,)
 
+    rows = math.prod(scores.shape[:-1])
+
     def operand(name, x):
         if x is None:
             return None
         if x.shape != per_key:
             raise ValueError(f"{name} must have shape [*batch, S] = {per_key}, got {x.shape}")
-        return jnp.broadcast_to(x[..., None, :], scores.shape).reshape(-1, S)
+        return jnp.broadcast_to(x[..., None, :], scores.shape).reshape(rows, S)
 
     valid = operand("valid", None if valid is None else _bools("valid", valid))
     segment_ids = operand("segment_ids", None if segment_ids is None else _integers("segment_ids", segment_ids))
     one_row = functools.partial(_top_k_row, window=window, T=T, is_causal=is_causal)
-    start, end = jax.vmap(one_row)(jax.lax.stop_gradient(scores).reshape(-1, S), segment_ids, valid)
+    start, end = jax.vmap(one_row)(jax.lax.stop_gradient(scores).reshape(rows, S), segment_ids, valid)
     # Non-causal segments: a query range can straddle two segments, each with `window` keys.
     live = window if is_causal or segment_ids is None else 2 * window - 1
     return KeyIntervals(start.reshape(scores.shape), end.reshape(scores.shape), live, scattered=True)

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh
 
-from jax_dma import partition
+from jax_dma import choice, partition
 from jax_dma.implementations import ffi, xla
 from jax_dma.mesh import vary_over, varying_axes
 from jax_dma.reference import compute_dtype
@@ -123,9 +123,15 @@ def _make_primitive(name, types, on_xla, on_ffi):
     primitive.def_impl(lambda *operands, call, devices: compiled(call)(*operands))
 
     def run(platform, call, *operands):
-        chosen = ffi.choose(platform, call, operands)
+        chosen = choice.choose(platform, call, operands)
         with jax.named_scope(f"jax_dma.{name}.{chosen}"):
-            return list(on_xla(*operands, call=call) if chosen == "xla" else on_ffi(chosen, *operands, call=call))
+            if chosen == "pallas" and all(x.size for x in operands):
+                from jax_dma.implementations import pallas  # not before it is needed: it imports a compiler
+
+                return getattr(pallas, name)(*operands, call=call, interpret=platform != "cuda")
+            if chosen in ("pallas", "xla"):
+                return list(on_xla(*operands, call=call))
+            return list(on_ffi(chosen, *operands, call=call))
 
     def lower(platform, *operands, call, devices):
         on_platform = functools.partial(run, platform)

@@ -133,7 +133,7 @@ def hidden_everywhere(case, inputs):
     rank = len(batch)
     shape = inputs.bias.shape
     if shape[rank] == case.K != case.N:
-        seen = seen.reshape(*batch, case.K, -1, case.T, case.S).any(rank + 1)
+        seen = seen.reshape(*batch, case.K, case.N // case.K, case.T, case.S).any(rank + 1)
     axes = tuple(i for i, size in enumerate(shape) if size == 1)
     return ~np.broadcast_to(seen.any(axes, keepdims=True), shape)
 

@@ -54,6 +54,7 @@ def pytest_generate_tests(metafunc):
         if STATUS.get(name) != "available":
             raise pytest.UsageError(f"--implementation={name}: {STATUS.get(name, 'there is no such implementation')}")
     usable = [name for name, text in STATUS.items() if text == "available" or name == "cuda"]
+    usable = [name for name in usable if name != "pallas" or name in named]  # compiles slowly; see test_pallas.py
     chosen = [name for name in usable if not named or name in named]
     suitable = {
         "implementation": chosen,
@@ -61,7 +62,10 @@ def pytest_generate_tests(metafunc):
         "linear": [name for name in chosen if name != "reference"],  # those in O(T + S) memory
     }
     for fixture in set(suitable).intersection(metafunc.fixturenames):
-        names = [pytest.param(name, marks=pytest.mark.gpu) if name == "cuda" else name for name in suitable[fixture]]
+        names = [
+            pytest.param(name, marks=pytest.mark.gpu) if name in ("cuda", "pallas") else name
+            for name in suitable[fixture]
+        ]
         metafunc.parametrize(fixture, names)
 
 

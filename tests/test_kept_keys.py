@@ -185,6 +185,15 @@ def test_the_lists():
     np.testing.assert_array_equal(lists.counts[:, 0], [[2, 5], [2, 4]])
 
 
+def test_nothing_to_gather(linear):
+    """An empty batch, and no keys at all."""
+    for batch, S in ((0, 600), (1, 0)):
+        q, k, v, bias = operands(12, (batch,), 3, S, 2, 2, 16, 2, dtype_of(linear))
+        mask = masks.top_k(jnp.zeros((batch, 2, S)), 20, 3)
+        out = jax_dma.attention(q, k, v, mask, bias, implementation=linear)
+        assert out.shape == q.shape and not np.asarray(out).any()
+
+
 def test_when_it_gathers():
     """Only where two thirds of the work are saved; windows and documents stay in place."""
     q = k = jnp.zeros((1, 4096, 2, 8))

@@ -139,3 +139,12 @@ def test_errors(sinks, error, text):
     q = np.zeros((1, 3, 2, 4), np.float32)
     with pytest.raises(error, match=text):
         jax_dma.attention(q, q, q, sinks=sinks)
+
+
+def test_a_row_far_below_its_sink():
+    """lse is that of the sink then, not 0."""
+    q = k = v = jnp.ones((1, 3, 2, 8))
+    bias, sinks = jnp.full((1, 1, 3, 1), -9e29), jnp.asarray([1.5, -2.0])
+    out, lse = jax_dma.attention(q, k, v, None, bias, sinks=sinks, return_lse=True)
+    np.testing.assert_allclose(lse, np.broadcast_to(sinks, lse.shape), rtol=1e-6)
+    assert not np.asarray(out).any()

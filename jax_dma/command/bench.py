@@ -1,5 +1,6 @@
 """``python -m jax_dma bench``: how long the attention of a given shape takes, next to the peers installed."""
 
+import argparse
 import dataclasses
 import functools
 import importlib
@@ -21,15 +22,15 @@ host-clock medians of functions that take turns. Peers get masks and biases in t
 conversion is not timed. Exits with 1 if an implementation of jax_dma fails.
 
   python -m jax_dma bench -T 8192 -N 32 -K 8 -H 128 --mask top_k --window 1024 --bias key
-  python -m jax_dma bench -B 4 -T 1024 -N 8 -H 64 --dtype float32 --mask segments --json result.json
+  python -m jax_dma bench -B 4 -T 1024 -N 8 -H 64 --dtype float32 --mask segments --json > result.json
 
 --mask    none
-          window     each query sees the last --window keys
-          top_k      the --window highest-scored keys, by one score per key (scores are the bias if it is per key)
+          window       each query sees the last --window keys
+          top_k        the --window highest-scored keys, by one score per key: the bias, if that is --bias key
           dense_top_k  the same by one score per query and key, a bool array
-          random     a bool array, each position visible with probability --density
-          padding    the first half to all of the keys
-          segments   packed sequences of --window positions on average
+          random       a bool array, each position visible with probability --density
+          padding      the first half to all of the keys
+          segments     packed sequences of --window positions on average
 --bias    none, key [B, K, 1, S], kv [B, K, T, S], query [B, N, T, S], batch [1, N, T, S], one [1, 1, T, S]
 """
 MASKS = ("none", "window", "top_k", "dense_top_k", "random", "padding", "segments")
@@ -64,10 +65,9 @@ def add_arguments(parser):
 
 
 def _size(text):
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"it must be an integer, at least 1, and is {text!r}")
+    return int(text)
 
 
 # --- the problem -----------------------------------------------------------------------------------------------------
@@ -347,7 +347,9 @@ def _plot(result, path):
         axes.set_yscale("log")
         axes.legend(fontsize=8)
     call = result["call"]
-    axes.set_title(", ".join(f"{name} {value}" for name, value in call.items() if value != "none"), fontsize=6)
+    unused = ["window"] * (call["mask"] in ("none", "random", "padding")) + ["density"] * (call["mask"] != "random")
+    text = ", ".join(f"{name} {value}" for name, value in call.items() if name not in unused)
+    axes.set_title(f"{text}\non {result['device']}", fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

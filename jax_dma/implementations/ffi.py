@@ -12,7 +12,6 @@ import numpy as np
 
 from jax_dma.tiles import KEY_TILE, TILE_ROWS, analyse, queries_per_tile
 
-PLATFORMS = {"cpu": ("cpu",), "cuda": ("cuda", "pallas", "xla"), None: ("xla",)}
 _XLA_PLATFORM = {"cpu": "cpu", "cuda": "CUDA"}
 _KERNEL_DTYPES = {"cpu": ("float32", "bfloat16", "float16"), "cuda": ("bfloat16", "float16")}
 MAX_HEAD_DIM = 256
@@ -72,24 +71,6 @@ def unsupported(name, call, q, k, v, bias):
         if group > limit:
             return f"it serves up to {limit} query heads per key head at this head dimension, and G is {group}"
     return None
-
-
-def choose(platform, call, operands):
-    """The implementation that a call is lowered to on a platform: "cpu", "cuda" or "xla"."""
-    q, k, v, _, bias, _ = call.unflatten(operands)
-    reasons = []
-    for name in call.implementations:
-        if name == "xla":
-            return name
-        if name != platform:
-            reasons.append(
-                f"{name}: it runs on {name}, and this program is being lowered for {platform or 'another platform'}"
-            )
-        elif (reason := load(name) or unsupported(name, call, q, k, v, bias)) is not None:
-            reasons.append(f"{name}: {reason}")
-        else:
-            return name
-    raise ValueError("no implementation asked for can serve this call of jax_dma.attention. " + "; ".join(reasons))
 
 
 def _config(call):
