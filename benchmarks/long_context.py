@@ -98,8 +98,8 @@ def plot(rows, path):
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5))
     for axis, field, title in zip(axes, ("forward_ms", "ms"), ("forward", "forward + backward")):
         for kind, style in (("top_k", "o-"), ("window", ".--"), ("dense", "s:")):
-            points = sorted((r["T"], r[field]) for r in rows
-                            if r["kind"] == kind and r["pattern"] == "random" and r["window"] in (0, 2048) and field in r)  # fmt: skip
+            series = [r for r in rows if r["kind"] == kind and r["pattern"] == "random" and r["window"] in (0, 2048)]
+            points = sorted((r["T"], r[field]) for r in series if field in r)
             if points:
                 label = {"top_k": "top 2,048 keys, mask included", "window": "window of 2,048", "dense": "dense, cuDNN"}
                 axis.plot(*zip(*points), style, label=label[kind])

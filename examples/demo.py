@@ -103,8 +103,8 @@ class Attention(nnx.Module):
     def scores(self, v):
         """One score for each key and key/value head, float32 [B, K, S], from the values [B, S, K, H].
 
-        The first term is that of "Trainable Dynamic Mask Sparse Attention", with a learned gain. The second grows with the
-        position, as in ALiBi: in a head that has it, old keys make room for new ones.
+        The first term is that of "Trainable Dynamic Mask Sparse Attention", with a learned gain. The second grows with
+        the position, as in ALiBi: in a head that has it, old keys make room for new ones.
         """
         content = nnx.softplus(self.score(v.reshape(v.shape[:2] + (-1,))).astype(jnp.float32))
         position = jnp.arange(v.shape[1], dtype=jnp.float32)[:, None]
@@ -271,7 +271,8 @@ def main():
     name = implementation_in_use(options.implementation)
     print(f"{len(text):,} bytes of text to learn, {len(held_out):,} held out")
     print(
-        f"jax_dma {jax_dma.__version__}, implementation {name}, on {jax.devices()[0].device_kind}, {jnp.dtype(DTYPE).name}"
+        f"jax_dma {jax_dma.__version__}, implementation {name}, on {jax.devices()[0].device_kind}, "
+        f"{jnp.dtype(DTYPE).name}"
     )
 
     models, curves, scores = {}, {}, {}
@@ -296,7 +297,8 @@ def main():
     intervals = model.mask(jnp.asarray(context[None]), LAYERS - 1)
     draw(picture, curves, scores, np.asarray(intervals.dense(CONTEXT)[0]))
     print(
-        f"\nTrained and tested with implementation {name!r} in {time.perf_counter() - began:.0f} s. Loss curves and mask: {picture}"
+        f"\nTrained and tested with implementation {name!r} in {time.perf_counter() - began:.0f} s. "
+        f"Loss curves and mask: {picture}"
     )
     for other, reason in jax_dma.status().items():
         if options.implementation is None and other == {"cpu": "cpu", "gpu": "cuda"}.get(jax.default_backend()) != name:

@@ -124,9 +124,10 @@ def report(what, tokens, seconds, note=""):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", type=int, default=8192 if ON_CPU else 131_072, help="tokens of the training step")
-    parser.add_argument("--forward", type=int, default=32_768 if ON_CPU else 1_048_576, help="tokens of the forward pass")
-    parser.add_argument("--window", type=int, default=512 if ON_CPU else 2048, help="keys that each query sees")
+    train, forward, window = (8192, 32_768, 512) if ON_CPU else (131_072, 1_048_576, 2048)
+    parser.add_argument("--train", type=int, default=train, help=f"tokens of the training step ({train})")
+    parser.add_argument("--forward", type=int, default=forward, help=f"tokens of the forward pass ({forward})")
+    parser.add_argument("--window", type=int, default=window, help=f"keys that each query sees ({window})")
     parser.add_argument("--no-full", action="store_true", help="leave full attention out")
     args = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, window {args.window}, {LAYERS} layers, {HEADS} heads of {HEAD_DIM}")

@@ -2,7 +2,8 @@
 
     python examples/quickstart.py
 
-The quick start of the original flash-dmattn (PyTorch), in JAX: each query keeps the 128 of 256 keys that a bias scores highest.
+The quick start of the original flash-dmattn (PyTorch), in JAX: each query keeps the 128 of 256 keys that a
+bias scores highest.
 """
 
 import jax
@@ -31,12 +32,10 @@ def main():
 
     # The mask carries no gradient. The bias does, and is what a model learns to choose keys with.
     mask = jax_dma.masks.dense_top_k(bias, KEEP, is_causal=True)
-    print(
-        f"device {jax.devices()[0].device_kind}, {jnp.dtype(DTYPE).name}; implementations here: {', '.join(jax_dma.available_implementations())}"
-    )
-    print(
-        f"mask {mask.shape}: {mask.mean():.1%} of all (query, key) pairs are visible, {mask.sum(-1).max()} keys per query at most"
-    )
+    available = ", ".join(jax_dma.available_implementations())
+    print(f"device {jax.devices()[0].device_kind}, {jnp.dtype(DTYPE).name}; implementations here: {available}")
+    visible, most = f"{mask.mean():.1%}", mask.sum(-1).max()
+    print(f"mask {mask.shape}: {visible} of all (query, key) pairs are visible, {most} keys per query at most")
 
     def run(implementation):
         def loss(q, k, v, bias):

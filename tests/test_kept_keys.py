@@ -36,7 +36,7 @@ def scores(pattern, rng, shape):
 
 def check(mask, q, k, v, bias, implementation, **options):
     """Values and all gradients against the float64 oracle with the dense mask."""
-    T, S = q.shape[-3], k.shape[-3]
+    T = q.shape[-3]
     assert kept_keys.serves(mask, q, k, bias) is not None, "the call does not gather: the test would show nothing"
     rng = np.random.default_rng(7)
     dout = jnp.asarray(rng.standard_normal((*q.shape[:-1], v.shape[-1])), q.dtype)
@@ -168,10 +168,10 @@ def test_kernels_do_what_plain_jax_does(seed):
         overflow = np.asarray(on_gpu.counts)[..., 1].max() > length
         if not overflow:
             weights = jnp.asarray(rng.standard_normal(rows.shape), dtype)
-            got, want = (jax.vjp(lambda x: f(on_gpu, x), x)[1](weights)[0] for f in (kept_keys.take_by_kernel, kept_keys.take))
-            np.testing.assert_allclose(
-                got.astype(jnp.float32), want.astype(jnp.float32), rtol=1e-2 if dtype != jnp.float32 else 1e-5, atol=1e-4
-            )
+            gradient = lambda take: jax.vjp(lambda x: take(on_gpu, x), x)[1](weights)[0].astype(jnp.float32)
+            tolerance = 1e-2 if dtype != jnp.float32 else 1e-5
+            got, want = gradient(kept_keys.take_by_kernel), gradient(kept_keys.take)
+            np.testing.assert_allclose(got, want, rtol=tolerance, atol=1e-4)
 
 
 def test_the_lists():

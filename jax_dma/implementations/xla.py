@@ -234,7 +234,8 @@ class _Chunk:
             seen = (bits & 1) != 0 if visibility.bits.shape[-1] == 1 else unpack_bits(bits, cols)
             hidden = either(hidden, ~seen)
         if visibility.start is not None:
-            start, end = (_take(self.grouped(x, 1), -1, s0, cols)[..., None, :] for x in (visibility.start, visibility.end))
+            ends = visibility.start, visibility.end
+            start, end = (_take(self.grouped(x, 1), -1, s0, cols)[..., None, :] for x in ends)
             t = t.reshape(leading + t.shape)
             hidden = either(hidden, (t < start) | (t >= end))
         return hidden

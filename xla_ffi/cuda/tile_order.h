@@ -8,9 +8,9 @@
 namespace jax_dma {
 
 // Heads are taken in groups: tile 0 of each head of a group, then tile 1 of each, and so on, then the next group. One
-// group holds all heads where there are few tiles, so that the longest (which kernels number first) start first and none
-// is waited for at the end. Where there are many, the groups are small enough that what the blocks of a head share stays
-// in the L2 cache: with 1,024 short heads in one group, each block would read its keys from device memory again.
+// group holds all heads where there are few tiles, so that the longest (which kernels number first) start first and
+// none is waited for at the end. Where there are many, the groups are small enough that what the blocks of a head share
+// stays in the L2 cache: with 1,024 short heads in one group, each block would read its keys from device memory again.
 struct TileOrder {
   int tiles = 0, heads = 0, group = 1;
 

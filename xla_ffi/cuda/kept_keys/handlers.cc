@@ -51,7 +51,8 @@ bool batch_offset(Dims dims, size_t rest, Dims full, size_t full_rest, int64_t u
 ffi::Error list_keys(cudaStream_t stream, int64_t T, int64_t R, Ints start, Ints end, IntsOut keys, IntsOut first,
                      IntsOut last, IntsOut counts, IntsOut entries, IntsOut bounds, IntsOut chunk_counts) {
   const Dims dims = start.dimensions(), list = keys->dimensions();
-  if (dims.size() < 2 || list.size() != dims.size() + 1 || T < 1 || R < 1) return invalid("malformed list of kept keys");
+  if (dims.size() < 2 || list.size() != dims.size() + 1 || T < 1 || R < 1)
+    return invalid("malformed list of kept keys");
   const size_t rank = dims.size() - 2;
   kept_keys::ListsProblem p{};
   p.start = start.typed_data(), p.end = end.typed_data();
@@ -118,8 +119,8 @@ ffi::Error sum_keys(cudaStream_t stream, int64_t T, int64_t R, Ints keys, Ints c
   p.key_heads = static_cast<int>(key_dims[rank + 1]), p.heads = static_cast<int>(dims[rank + 2]);
   p.channels = static_cast<int>(dims[rank + 3]);
   const bool right = read_type(rows.element_type(), &p.rows_type) && read_type(sums->element_type(), &p.sums_type) &&
-                     p.channels <= 256 && p.key_heads > 0 && p.heads % p.key_heads == 0 &&
-                     p.runs == ceil_div(T, R) && key_dims[rank] == p.runs && key_dims[rank + 2] == p.length &&
+                     p.channels <= 256 && p.key_heads > 0 && p.heads % p.key_heads == 0 && p.runs == ceil_div(T, R) &&
+                     key_dims[rank] == p.runs && key_dims[rank + 2] == p.length &&
                      end.element_count() == start.element_count() &&
                      static_cast<int64_t>(sums->element_count()) == p.outer * p.S * p.heads * p.channels &&
                      (p.sums_type == DType::kF32 || p.sums_type == p.rows_type);

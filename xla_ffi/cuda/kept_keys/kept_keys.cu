@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) jax_dma_list_kept_keys(const ListsPr
   const int count = p.chunk_counts[row * (chunks + 1) + chunks], used = (count + kGroup - 1) / kGroup;
   const int64_t list = (outer * p.runs + run) * p.heads + head;
   int32_t *const keys = p.keys + list * p.length, *const first = p.first + list * p.length,
-                *const last = p.last + list * p.length;
+                 *const last = p.last + list * p.length;
 
   // Twice over the same keys: those that the whole run sees are listed first, and then the others.
   int listed = 0, whole_count = 0;
@@ -160,7 +160,8 @@ template <class Piece>
 __global__ void __launch_bounds__(kThreads) jax_dma_take_kept_keys(const TakeProblem p, int blocks_per_list) {
   const int per_row = p.row_bytes / static_cast<int>(sizeof(Piece)), pieces = p.length * p.heads * per_row;
   const int64_t list = blockIdx.x / blocks_per_list, batch = list / p.runs;  // list: batch * runs + run
-  const int first = static_cast<int>(blockIdx.x % blocks_per_list) * (kThreads * kPieces) + static_cast<int>(threadIdx.x);
+  const int first =
+      static_cast<int>(blockIdx.x % blocks_per_list) * (kThreads * kPieces) + static_cast<int>(threadIdx.x);
   const int32_t* const keys = p.keys + p.keys_at(batch) + list % p.runs * p.key_heads * p.length;
   const Piece* const x = static_cast<const Piece*>(p.x) + p.x_at(batch) * per_row;
   Piece* const rows = static_cast<Piece*>(p.rows) + list * pieces;
@@ -213,7 +214,8 @@ __device__ __forceinline__ int find(const int32_t* list, int count, int key) {
   return count == 1 && list[first] == key ? first : -1;
 }
 
-// A warp sums the rows of one key and head, run by run, so that the order is fixed. kWidth neighbouring channels a lane.
+// A warp sums the rows of one key and head, run by run, so that the order is fixed. kWidth neighbouring channels a
+// lane.
 template <class Row, class Sum, int kWidth>
 __global__ void __launch_bounds__(kThreads) jax_dma_sum_kept_keys(const SumProblem p) {
   const int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;  // (batch, key, head)
@@ -300,14 +302,12 @@ cudaError_t launch_sum(const SumProblem& p, cudaStream_t stream) {
   if (warps == 0) return cudaSuccess;
   const auto launch = [&](auto row, auto sum) {
     using Row = decltype(row);
-    const auto kernel =
-        p.channels % 2 == 0 ? jax_dma_sum_kept_keys<Row, decltype(sum), 2> : jax_dma_sum_kept_keys<Row, decltype(sum), 1>;
+    const auto kernel = p.channels % 2 == 0 ? jax_dma_sum_kept_keys<Row, decltype(sum), 2>
+                                            : jax_dma_sum_kept_keys<Row, decltype(sum), 1>;
     kernel<<<ceil_div(warps, kWarps), kThreads, 0, stream>>>(p);
     return cudaGetLastError();
   };
-  const auto with_sum = [&](auto row) {
-    return p.sums_type == DType::kF32 ? launch(row, float{}) : launch(row, row);
-  };
+  const auto with_sum = [&](auto row) { return p.sums_type == DType::kF32 ? launch(row, float{}) : launch(row, row); };
   if (p.rows_type == DType::kF32) return with_sum(float{});
   return p.rows_type == DType::kBF16 ? with_sum(__nv_bfloat16{}) : with_sum(__half{});
 }

@@ -40,9 +40,9 @@ constexpr int kChunk = 4096, kGroup = 128;
 cudaError_t launch_lists(const ListsProblem& problem, cudaStream_t stream);
 
 struct TakeProblem {
-  const int32_t* keys;  // [batch, runs, key_heads, length]
-  const void* x;        // [batch, S, x_heads, row bytes]
-  void* rows;           // [batch, runs, length, heads, row bytes]
+  const int32_t* keys;        // [batch, runs, key_heads, length]
+  const void* x;              // [batch, S, x_heads, row bytes]
+  void* rows;                 // [batch, runs, length, heads, row bytes]
   BatchOffset keys_at, x_at;  // in elements of keys, and in rows of x
   int64_t outer, S;
   int runs, length, key_heads, x_heads, heads, row_bytes;

@@ -26,11 +26,11 @@ ffi::Error kth_smallest(cudaStream_t stream, int64_t k, Ints values, Ints low, I
       !has(*remaining, all) || !has(*zeros, rows * (S + 1)) ||
       !has(*chunk_zeros, rows * ((S + order_statistic::kChunk - 1) / order_statistic::kChunk)))
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jax_dma: malformed order statistic");
-  const order_statistic::Problem p{values.typed_data(),     low.typed_data(),         high.typed_data(),
-                                   rows,                    static_cast<int>(S),      static_cast<int>(k),
-                                   result->typed_data(),    ordered->typed_data(),    reordered->typed_data(),
-                                   zeros->typed_data(),     chunk_zeros->typed_data(), from->typed_data(),
-                                   to->typed_data(),        remaining->typed_data()};
+  const order_statistic::Problem p{
+      values.typed_data(),     low.typed_data(),       high.typed_data(),         rows,
+      static_cast<int>(S),     static_cast<int>(k),    result->typed_data(),      ordered->typed_data(),
+      reordered->typed_data(), zeros->typed_data(),    chunk_zeros->typed_data(), from->typed_data(),
+      to->typed_data(),        remaining->typed_data()};
   const cudaError_t error = order_statistic::launch(p, stream);
   if (error == cudaSuccess) return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kInternal,

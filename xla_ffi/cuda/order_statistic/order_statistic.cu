@@ -1,7 +1,7 @@
 // A wavelet matrix, walked while it is built: level by level, from the most significant bit, the values are partitioned
-// stably by that bit, and every query follows the half that holds its answer. Two kernels a level: one moves the queries
-// by the level before and counts the zeros of each chunk, the other places the values. Rows of 131,072 stay in the L2
-// cache; a level moves about 40 bytes an element.
+// stably by that bit, and every query follows the half that holds its answer. Two kernels a level: one moves the
+// queries by the level before and counts the zeros of each chunk, the other places the values. Rows of 131,072 stay in
+// the L2 cache; a level moves about 40 bytes an element.
 #include "order_statistic.h"
 
 #include <utility>
@@ -41,7 +41,8 @@ __device__ __forceinline__ void follow(const Problem& p, int64_t row, int chunk,
 
 // shift: of the level whose zeros are counted, or -1; previous: of the one that queries follow, or -1.
 __global__ void __launch_bounds__(kThreads)
-    jax_dma_order_statistic_count(const Problem p, const int32_t* values, int chunks, int shift, int previous, bool first) {
+    jax_dma_order_statistic_count(const Problem p, const int32_t* values, int chunks, int shift, int previous,
+                                  bool first) {
   __shared__ int shared[kWarps];
   const int64_t row = blockIdx.x / chunks;
   const int chunk = static_cast<int>(blockIdx.x % chunks);

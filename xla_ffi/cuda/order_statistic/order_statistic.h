@@ -16,9 +16,9 @@ struct Problem {
   int S, k;
   int32_t* result;  // [rows, S]
   // Scratch: values in the order of a level and of the next; zeros before each place; zeros of each chunk; the queries.
-  int32_t *ordered, *reordered;   // [rows, S]
-  int32_t* zeros_before;          // [rows, S + 1]
-  int32_t* chunk_zeros;           // [rows, chunks]
+  int32_t *ordered, *reordered;    // [rows, S]
+  int32_t* zeros_before;           // [rows, S + 1]
+  int32_t* chunk_zeros;            // [rows, chunks]
   int32_t *from, *to, *remaining;  // [rows, S]
 };
 

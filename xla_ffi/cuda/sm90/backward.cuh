@@ -282,7 +282,7 @@ struct GroupSums {
   // h: which of the thread's two keys. With j = lane % 4:
   __device__ __forceinline__ float pair(int i, int h) const {
     return ds[4 * i + 2 * h] + ds[4 * i + 2 * h + 1];
-  }                                                            // query 4 i + j
+  }  // query 4 i + j
   __device__ __forceinline__ float quad(int i, int h) const {  // query 4 i + 2 (j % 2) + j / 2
     return exchange(pair(2 * i, h), pair(2 * i + 1, h), 1);
   }

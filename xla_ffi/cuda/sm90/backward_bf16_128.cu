@@ -1,4 +1,5 @@
 #include "launch_backward.cuh"
 
 template cudaError_t jax_dma::sm90::launch_backward<__nv_bfloat16, 128>(const jax_dma::Problem&,
-                                                            const jax_dma::sm80::BackwardBuffers&, cudaStream_t);
+                                                                        const jax_dma::sm80::BackwardBuffers&,
+                                                                        cudaStream_t);

@@ -1,5 +1,5 @@
-// The sm_90a kernel family: its launches. They return cudaErrorNotSupported, having launched nothing, for calls that TMA
-// cannot address or that do not fit in shared memory: the sm_80 class serves those. Scratch is the same.
+// The sm_90a kernel family: its launches. They return cudaErrorNotSupported, having launched nothing, for calls that
+// TMA cannot address or that do not fit in shared memory: the sm_80 class serves those. Scratch is the same.
 #pragma once
 
 #include <cuda_runtime.h>

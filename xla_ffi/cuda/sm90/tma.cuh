@@ -15,8 +15,9 @@ namespace jax_dma::sm90 {
 // ---------------------------------------------------------------------------------------------------------------------
 // Host.
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                                 CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 // The driver's function, or null: nothing is linked against the driver.
 inline EncodeTiled encode_tiled() {
@@ -24,11 +25,13 @@ inline EncodeTiled encode_tiled() {
     void* pointer = nullptr;
     cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &result);
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &result);
 #else
     const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &pointer, cudaEnableDefault, &result);
 #endif
-    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(pointer) : nullptr;
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(pointer)
+                                                                         : nullptr;
   }();
   return function;
 }
@@ -61,14 +64,17 @@ inline bool encode(CUtensorMap* map, DType dtype, void* data, int64_t columns, c
   for (int i = 0; i < 4; ++i) {
     const bool there = axes[i].stride != 0 && axes[i].size > 1;
     const int64_t stride = there ? axes[i].stride * bytes : (columns * bytes + 15) / 16 * 16;
-    if (stride % 16 != 0 || stride < 0 || stride >= int64_t{1} << 40 || axes[i].size < 1 || axes[i].size > INT32_MAX || axes[i].box > 256) return false;
+    if (stride % 16 != 0 || stride < 0 || stride >= int64_t{1} << 40 || axes[i].size < 1 || axes[i].size > INT32_MAX ||
+        axes[i].box > 256)
+      return false;
     sizes[i + 1] = there ? axes[i].size : 1, strides[i] = stride, box[i + 1] = axes[i].box;
   }
   const CUtensorMapDataType type = dtype == DType::kF32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                    : dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  return function(map, type, 5, data, sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return function(map, type, 5, data, sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -78,12 +84,17 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(ptx::shared_address(barrier)), "r"(arrivals) : "memory");
 }
 // Makes initialised barriers visible to the asynchronous proxy.
-__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 // Makes this thread's ordinary writes to shared memory visible to TMA and wgmma.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void arrive(uint64_t* barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(ptx::shared_address(barrier)) : "memory"); }
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(ptx::shared_address(barrier)) : "memory");
+}
 __device__ __forceinline__ void arrive_expecting(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(ptx::shared_address(barrier)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(ptx::shared_address(barrier)), "r"(bytes)
+               : "memory");
 }
 // Arrives once this thread's cp.async copies so far have landed.
 __device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
@@ -91,24 +102,30 @@ __device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
 }
 __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
-      "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(ptx::shared_address(barrier)),
+      "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra DONE;\nbra "
+      "WAIT;\nDONE:\n}" ::"r"(ptx::shared_address(barrier)),
       "r"(parity)
       : "memory");
 }
 
 // Loads a box of a map of five (four) axes; its bytes count towards the barrier's phase.
-__device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2, int c3, int c4) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(target), "l"(map),
-               "r"(ptx::shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-               : "memory");
+__device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, uint64_t* barrier, int c0, int c1,
+                                         int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+      "[%2];" ::"r"(target),
+      "l"(map), "r"(ptx::shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
 }
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 
 __device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, uint64_t* barrier, int c0, int c1,
                                          int c2, int c3) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
-          "r"(target),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(target),
       "l"(map), "r"(ptx::shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }

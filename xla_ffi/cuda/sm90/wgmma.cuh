@@ -39,7 +39,8 @@ __device__ __forceinline__ float& element(float (&d)[kElements], int i) {
 template <class Accumulator>
 __device__ __forceinline__ void hold(Accumulator& d) {
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(d) / sizeof(float)); ++i) asm volatile("" : "+f"(element(d, i))::"memory");
+  for (int i = 0; i < static_cast<int>(sizeof(d) / sizeof(float)); ++i)
+    asm volatile("" : "+f"(element(d, i))::"memory");
 }
 
 template <class T, int kN>
@@ -63,30 +64,30 @@ struct Wgmma;
 #define JAX_DMA_R_128 JAX_DMA_R_64 ", " JAX_DMA_R64 ", " JAX_DMA_R80 ", " JAX_DMA_R96 ", " JAX_DMA_R112
 
 // p0 to p6 number the operands after the accumulator's.
-#define JAX_DMA_WGMMA(T, TYPE, N, D, R, p0, p1, p2, p3, p4, p5, p6)                                                 \
-  template <>                                                                                                       \
-  struct Wgmma<T, N> {                                                                                              \
-    template <bool kTransA, bool kTransB, class Accumulator>                                                        \
-    __device__ __forceinline__ static void shared(Accumulator& d, uint64_t a, uint64_t b, bool accumulate) {        \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, " p2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N                  \
-                   "k16.f32." TYPE "." TYPE " {" R "}, " p0 ", " p1 ", p, 1, 1, " p3 ", " p4 ";}"                   \
-                   : D                                                                                              \
+#define JAX_DMA_WGMMA(T, TYPE, N, D, R, p0, p1, p2, p3, p4, p5, p6)                                                  \
+  template <>                                                                                                        \
+  struct Wgmma<T, N> {                                                                                               \
+    template <bool kTransA, bool kTransB, class Accumulator>                                                         \
+    __device__ __forceinline__ static void shared(Accumulator& d, uint64_t a, uint64_t b, bool accumulate) {         \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, " p2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE   \
+                   "." TYPE " {" R "}, " p0 ", " p1 ", p, 1, 1, " p3 ", " p4 ";}"                                    \
+                   : D                                                                                               \
                    : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransA ? 1 : 0), "n"(kTransB ? 1 : 0)); \
-    }                                                                                                               \
-    template <bool kTransB, class Accumulator>                                                                      \
-    __device__ __forceinline__ static void registers(Accumulator& d, uint32_t a0, uint32_t a1, uint32_t a2,         \
-                                                     uint32_t a3, uint64_t b, bool accumulate) {                    \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, " p5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N                  \
-                   "k16.f32." TYPE "." TYPE " {" R "}, {" p0 ", " p1 ", " p2 ", " p3 "}, " p4 ", p, 1, 1, " p6 ";}" \
-                   : D                                                                                              \
-                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(accumulate)),                 \
-                     "n"(kTransB ? 1 : 0));                                                                         \
-    }                                                                                                               \
+    }                                                                                                                \
+    template <bool kTransB, class Accumulator>                                                                       \
+    __device__ __forceinline__ static void registers(Accumulator& d, uint32_t a0, uint32_t a1, uint32_t a2,          \
+                                                     uint32_t a3, uint64_t b, bool accumulate) {                     \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, " p5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE   \
+                   "." TYPE " {" R "}, {" p0 ", " p1 ", " p2 ", " p3 "}, " p4 ", p, 1, 1, " p6 ";}"                  \
+                   : D                                                                                               \
+                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(accumulate)),                  \
+                     "n"(kTransB ? 1 : 0));                                                                          \
+    }                                                                                                                \
   };
-#define JAX_DMA_WGMMAS(T, TYPE)                                                                                     \
-  JAX_DMA_WGMMA(T, TYPE, 32, JAX_DMA_D16(0), JAX_DMA_R0, "%16", "%17", "%18", "%19", "%20", "%21", "%22")           \
-  JAX_DMA_WGMMA(T, TYPE, 64, JAX_DMA_D32, JAX_DMA_R_32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")            \
-  JAX_DMA_WGMMA(T, TYPE, 128, JAX_DMA_D64, JAX_DMA_R_64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")           \
+#define JAX_DMA_WGMMAS(T, TYPE)                                                                           \
+  JAX_DMA_WGMMA(T, TYPE, 32, JAX_DMA_D16(0), JAX_DMA_R0, "%16", "%17", "%18", "%19", "%20", "%21", "%22") \
+  JAX_DMA_WGMMA(T, TYPE, 64, JAX_DMA_D32, JAX_DMA_R_32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")  \
+  JAX_DMA_WGMMA(T, TYPE, 128, JAX_DMA_D64, JAX_DMA_R_64, "%64", "%65", "%66", "%67", "%68", "%69", "%70") \
   JAX_DMA_WGMMA(T, TYPE, 256, JAX_DMA_D128, JAX_DMA_R_128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 JAX_DMA_WGMMAS(__nv_bfloat16, "bf16")
 JAX_DMA_WGMMAS(__half, "f16")
