@@ -93,7 +93,7 @@ def attention(
             bias, bias_dtype = mesh.widen_if_summed(bias, (q, k, v, mask))
             call = dataclasses.replace(call, bias_dtype=bias_dtype)
             if path.kind == "kept keys":
-                start, end = _same_shape(mask.start, mask.end)
+                start, end = same_shape(mask.start, mask.end)
                 q, k, v, start, end, bias = mesh.align_varying((q, k, v, start, end, bias))
                 out, lse = kept_keys.attention(
                     functools.partial(_attend_intervals, dataclasses.replace(call, causal=False)),
@@ -108,7 +108,7 @@ def attention(
                 q, k, v, visibility, bias = mesh.align_varying((q, k, v, visibility, bias))
                 out, lse = _attend(call, q, k, v, visibility, bias)
         if sinks is not None:
-            out, lse = _add_sinks(out, lse, sinks)
+            out, lse = add_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -129,7 +129,7 @@ def check(
     return op.Call(scale, softcap, is_causal, deterministic, ()), _check_mask(mask, q, k)
 
 
-def _add_sinks(out, lse, sinks):
+def add_sinks(out, lse, sinks):
     """out and lse of a softmax that has one more logit in every row, ``sinks`` [N], and nothing to add for it."""
     sinks = sinks.astype(lse.dtype)
     sees_something = lse > -jnp.inf  # selects, so that no cotangent of the other rows reaches sinks through out
@@ -160,7 +160,7 @@ def _check_mask(mask, q, k):
         checks.check_plan(mask, q.shape, k.shape)
         return mask
     if isinstance(mask, KeyIntervals):
-        start, end = (_with_rank(x, q.ndim - 1) for x in (mask.start, mask.end))
+        start, end = (with_rank(x, q.ndim - 1) for x in (mask.start, mask.end))
         mask = dataclasses.replace(mask, start=start, end=end)
         checks.check_intervals(mask.start, mask.end, mask.live, q.shape, k.shape)
         return mask
@@ -168,7 +168,7 @@ def _check_mask(mask, q, k):
     return mask
 
 
-def _with_rank(x, rank):
+def with_rank(x, rank):
     """Adds or drops leading axes of size 1: builders cannot know how many batch axes q has."""
     while x.ndim > rank and x.shape[0] == 1:
         x = x[0]
@@ -180,12 +180,12 @@ def _visibility(mask, q, k):
     if mask is None:
         return Visibility()
     if isinstance(mask, KeyIntervals):
-        return _interval_visibility(*_same_shape(mask.start, mask.end), q, k)
+        return _interval_visibility(*same_shape(mask.start, mask.end), q, k)
     if not isinstance(mask, MaskPlan):
         mask = plan(mask, q, k)
     return Visibility(mask.bits, mask.tiles_by_query, mask.tiles_by_key)
 
 
-def _same_shape(start, end):
+def same_shape(start, end):
     shape = jax.numpy.broadcast_shapes(start.shape, end.shape)
     return jax.numpy.broadcast_to(start, shape), jax.numpy.broadcast_to(end, shape)

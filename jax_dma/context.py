@@ -26,7 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from jax_dma import checks, masks, op
-from jax_dma.attention import _add_sinks, _same_shape, _with_rank, check
+from jax_dma.attention import add_sinks, check, same_shape, with_rank
 from jax_dma.attention import attention as attention_of_one_device
 from jax_dma.choice import names_of, serving
 from jax_dma.masks import KeyIntervals
@@ -102,7 +102,7 @@ def attention(
     if not axis:
         raise ValueError("axis must name at least one mesh axis")
     if isinstance(mask, KeyIntervals):
-        start, end = _same_shape(*(_with_rank(x, q.ndim - 1) for x in (mask.start, mask.end)))
+        start, end = same_shape(*(with_rank(x, q.ndim - 1) for x in (mask.start, mask.end)))
         mask = dataclasses.replace(mask, start=start, end=end)
     local = functools.partial(_attention, call=call, axis=axis, method=method, order=order)
     split = _Split.of(q, mesh, axis, batch_axes, head_axes)
@@ -434,7 +434,7 @@ def _attention(q, k, v, mask, bias, sinks, *, call, axis, method, order):
         # All keys and values are brought here again in the backward pass, rather than kept.
         kept = jax.checkpoint_policies.save_only_these_names("jax_dma_out", "jax_dma_lse", "jax_dma_plan")
         out, lse = jax.checkpoint(functools.partial(_all_gather, context), policy=kept)(q, keys, rows)
-    return (out, lse) if sinks is None else _add_sinks(out, lse, sinks)
+    return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 
 
 def _with_keys(k, length):

@@ -217,7 +217,7 @@ def _sum_plain(keys, counts, start, end, rows, *, T, R, dtype):
     S = start.shape[-1]
     batch = jnp.broadcast_shapes(keys.shape[:-3], rows.shape[:-4])
     # As varying as the rows: the transpose would be a sum over mesh axes too.
-    like = ffi._result((*batch, S, *rows.shape[-2:]), jnp.promote_types(rows.dtype, jnp.float32), rows)
+    like = ffi.result_type((*batch, S, *rows.shape[-2:]), jnp.promote_types(rows.dtype, jnp.float32), rows)
     transpose = jax.linear_transpose(lambda x: _take_plain(keys, x)[0], like)
     (sums,) = transpose(jnp.broadcast_to(rows, (*batch, *rows.shape[-4:])).astype(like.dtype))
     return (sums.astype(dtype),)

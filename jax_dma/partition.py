@@ -116,14 +116,14 @@ def _layout(call, mesh, operands):
     batch = []
     for axis, size in enumerate(sizes.batch):
         full = next(x for x in operands if x.shape[axis] == size)  # q, but for an axis that vmap added without it
-        batch.append(claim(_spec(full, mesh)[axis], lambda n: size > 1 and size % n == 0))
+        batch.append(claim(spec_of(full, mesh)[axis], lambda n: size > 1 and size % n == 0))
     # Bitmaps of tiles can be cut between tiles only, and a tile is made for all heads of a group.
     tiled = visibility.bits is not None and visibility.bits.shape[-2] > 1
     rows = queries_per_tile(sizes.N // sizes.K) if tiled else 1
-    queries = claim(_spec(q, mesh)[-3], lambda n: sizes.T > 1 and sizes.T % (n * rows) == 0)
-    split_alike = all(_spec(x, mesh)[-3] == queries for x in (k, v))
+    queries = claim(spec_of(q, mesh)[-3], lambda n: sizes.T > 1 and sizes.T % (n * rows) == 0)
+    split_alike = all(spec_of(x, mesh)[-3] == queries for x in (k, v))
     keys = queries if split_alike and sizes.S % math.prod(mesh.shape[a] for a in queries) == 0 else ()
-    heads = _spec(q, mesh)[-2]
+    heads = spec_of(q, mesh)[-2]
     kv_heads = claim(heads, lambda n: sizes.K % n == 0)
     group = ()
     if math.prod(mesh.shape[a] for a in kv_heads) == sizes.K and not tiled:
@@ -135,7 +135,7 @@ def _warn_of_gathers(call, mesh, operands, layout):
     """Says which mesh axes a call could not use, and what to do: they cost collectives, or the work is repeated."""
     sizes = _sizes(operands)
     q, k, v, *_ = operands
-    of_q = _spec(q, mesh)
+    of_q = spec_of(q, mesh)
     axes = lambda names: " x ".join(f"{name!r} ({mesh.shape[name]})" for name in names)
     unused = lambda given, used: tuple(name for name in given if name not in used)
     found = []
@@ -152,15 +152,15 @@ def _warn_of_gathers(call, mesh, operands, layout):
     for given, used in zip(of_q[: len(sizes.batch)], layout.batch):
         if names := unused(given, used):
             found.append(f"a batch axis of {sizes.batch} is not split over {axes(names)}, which do not divide it")
-    if names := {name for x in (q, k, v) for name in _spec(x, mesh)[-1]}:
+    if names := {name for x in (q, k, v) for name in spec_of(x, mesh)[-1]}:
         found.append(f"the head dimension is gathered over {axes(sorted(names))}: split heads, batch or queries")
-    if names := {name for x in (k, v) for name in unused(_spec(x, mesh)[-3], layout.queries)}:
+    if names := {name for x in (k, v) for name in unused(spec_of(x, mesh)[-3], layout.queries)}:
         found.append(f"S = {sizes.S} keys are gathered over {axes(sorted(names))}: split queries over the same axes")
     for text in found:
         warnings.warn(f"jax_dma.attention, q {q.shape}, k {k.shape}: {text}.", stacklevel=2)
 
 
-def _spec(x, mesh):
+def spec_of(x, mesh):
     """For each axis of an array the mesh axes that it is split over.
 
     Read off where each device's part begins, because JAX's own decoding fails where a mesh axis splits an array axis
@@ -194,7 +194,7 @@ def partitioned(run, call, operands, backward):
         return layout, in_specs, [layout.of(n, x.shape, sizes) for n, x in zip(result_names(call, backward), results)]
 
     def partition(mesh, operands, results):
-        mesh = _some_mesh(mesh, operands)
+        mesh = some_mesh(mesh, operands)
         layout, in_specs, out_specs = specs(mesh, operands, results)
         _warn_of_gathers(call, mesh, operands, layout)
         sums = [layout.missing(spec) if backward else () for spec in out_specs]
@@ -217,7 +217,7 @@ def partitioned(run, call, operands, backward):
         return mesh, shard, named(out_specs), named(in_specs)
 
     def infer(mesh, operands, results):
-        mesh = _some_mesh(mesh, operands)
+        mesh = some_mesh(mesh, operands)
         return tuple(NamedSharding(mesh, spec) for spec in specs(mesh, operands, results)[2])
 
     whole = custom_partitioning(lambda *operands: tuple(run(call, *operands)))
@@ -229,7 +229,7 @@ def partitioned(run, call, operands, backward):
     return list(whole(*operands))
 
 
-def _some_mesh(mesh, operands):
+def some_mesh(mesh, operands):
     """The mesh; where shardings name none, one to keep everything whole on."""
     if not mesh.empty:
         return mesh
@@ -302,7 +302,7 @@ def partitioned_plan(run, mask, shape):
 
     def axes(mesh, mask):
         """The mesh axes of each batch axis, of heads and of queries."""
-        spec, size_of = _spec(mask, mesh), lambda names: math.prod(mesh.shape[name] for name in names)
+        spec, size_of = spec_of(mask, mesh), lambda names: math.prod(mesh.shape[name] for name in names)
         fits = lambda names, length: names if length % size_of(names) == 0 else ()
         batch = [fits(names, length) for names, length in zip(spec, mask.shape[:rank])]
         heads = fits(spec[-3], K) if mask.shape[-3] > 1 else ()
@@ -314,7 +314,7 @@ def partitioned_plan(run, mask, shape):
         return named(heads, rows, ()), (named(heads, rows, ()), named(heads, rows, (), ()), named(heads, (), (), ()))
 
     def partition(mesh, operands, _):
-        mesh = _some_mesh(mesh, operands)
+        mesh = some_mesh(mesh, operands)
         _, heads, rows = axes(mesh, operands[0])
         parts = lambda names: math.prod(mesh.shape[name] for name in names)
 
@@ -332,7 +332,7 @@ def partitioned_plan(run, mask, shape):
     whole = custom_partitioning(lambda mask: tuple(run(mask, shape)))
     whole.def_partition(
         partition=partition,
-        infer_sharding_from_operands=lambda mesh, operands, _: results(_some_mesh(mesh, operands), operands[0])[1],
+        infer_sharding_from_operands=lambda mesh, operands, _: results(some_mesh(mesh, operands), operands[0])[1],
         sharding_rule=lambda *_: _plan_rule(mask.shape, shape),
         decode_shardings=False,
     )
@@ -364,7 +364,7 @@ def partitioned_along(run, operands, terms, result_terms):
         """The mesh axes that split each batch axis and letter."""
         found, taken = {}, set()
         for x, (_, names) in zip(operands, shapes):
-            for axes, size, name in zip(_spec(x, mesh), x.shape, names):
+            for axes, size, name in zip(spec_of(x, mesh), x.shape, names):
                 axes = tuple(itertools.takewhile(lambda a: a not in taken, axes))
                 parts = math.prod(mesh.shape[a] for a in axes)
                 if axes and name != "." and name not in found and all(size % parts == 0 for size in sizes[name]):
@@ -377,7 +377,7 @@ def partitioned_along(run, operands, terms, result_terms):
         return [NamedSharding(mesh, PartitionSpec(*map(axes, *x))) for x in shapes]
 
     def partition(mesh, operands, _):
-        mesh = _some_mesh(mesh, operands)
+        mesh = some_mesh(mesh, operands)
         of_all = shardings(mesh, layout(mesh, operands))
 
         def shard(*operands):
@@ -387,7 +387,7 @@ def partitioned_along(run, operands, terms, result_terms):
         return mesh, shard, tuple(of_all[len(types) :]), tuple(of_all[: len(types)])
 
     def infer(mesh, operands, _):
-        mesh = _some_mesh(mesh, operands)
+        mesh = some_mesh(mesh, operands)
         return tuple(shardings(mesh, layout(mesh, operands))[len(types) :])
 
     def rule(*_):

@@ -121,14 +121,14 @@ def _split_rows(run, causal, *operands):
     whole = len(shape) - (2 if causal else 1)  # from this axis on
 
     def specs(mesh, operands):
-        axes = partition._spec(operands[0], mesh)[:whole]
+        axes = partition.spec_of(operands[0], mesh)[:whole]
         divides = lambda names, size: names and size % math.prod(mesh.shape[a] for a in names) == 0
         axes = [names if divides(names, size) else None for names, size in zip(axes, shape)]
         of = lambda x: PartitionSpec(*(names if size > 1 else None for names, size in zip(axes, x.shape)))
         return [of(x) for x in operands]
 
     def partition_rows(mesh, operands, results):
-        mesh = partition._some_mesh(mesh, operands)
+        mesh = partition.some_mesh(mesh, operands)
         shardings = [NamedSharding(mesh, spec) for spec in specs(mesh, operands)]
 
         def shard(*operands):
@@ -138,7 +138,7 @@ def _split_rows(run, causal, *operands):
         return mesh, shard, (shardings[0],), tuple(shardings)
 
     def infer(mesh, operands, results):
-        mesh = partition._some_mesh(mesh, operands)
+        mesh = partition.some_mesh(mesh, operands)
         return (NamedSharding(mesh, specs(mesh, operands)[0]),)
 
     def rule(*_):

@@ -86,7 +86,7 @@ def _config(call):
     )
 
 
-def _result(shape, dtype, like):
+def result_type(shape, dtype, like):
     """The type of a result, varying over the mesh axes of ``like``."""
     aval = jax.typeof(like)
     if aval.sharding.mesh.empty:
@@ -98,7 +98,7 @@ def _result(shape, dtype, like):
 
 def custom_call(name, results, *operands, **attributes):
     """The results, of the given (shape, dtype)s, of a CUDA kernel that takes these arrays and integers."""
-    results = [_result(shape, dtype, operands[0]) for shape, dtype in results]
+    results = [result_type(shape, dtype, operands[0]) for shape, dtype in results]
     return jax.ffi.ffi_call(f"jax_dma_{name}", results)(*operands, **{n: np.int64(x) for n, x in attributes.items()})
 
 
@@ -126,7 +126,7 @@ def forward(name, *operands, call):
     batch = jnp.broadcast_shapes(*(x.shape[:rank] for x in operands))
     (T, N, _), Hv = q.shape[-3:], v.shape[-1]
     q, k, v = (_pad_channels(name, x) for x in (q, k, v))
-    results = [_result((*batch, T, N, v.shape[-1]), q.dtype, q), _result((*batch, T, N), jnp.float32, q)]
+    results = [result_type((*batch, T, N, v.shape[-1]), q.dtype, q), result_type((*batch, T, N), jnp.float32, q)]
     if name == "cuda":
         results += _cuda_splits(q, k, v, batch)
     operands = [x for x in (q, k, v, *visibility, bias) if x is not None]
@@ -142,11 +142,11 @@ def backward(name, *operands, call):
     batch = batch_shape(q, operands)
     H, Hv = q.shape[-1], v.shape[-1]
     q, k, v, out, dout = (_pad_channels(name, x) for x in (q, k, v, out, dout))
-    results = [_result((*batch, *x.shape[-3:]), x.dtype, q) for x in (q, k, v)]
+    results = [result_type((*batch, *x.shape[-3:]), x.dtype, q) for x in (q, k, v)]
     if call.want_dbias:
-        results.append(_result(dbias_shape(call, bias, batch), bias.dtype, q))
+        results.append(result_type(dbias_shape(call, bias, batch), bias.dtype, q))
     if name == "cuda":
-        results += _cuda_workspace(q, k, v, bias, call, batch, results)
+        results += cuda_workspace(q, k, v, bias, call, batch, results)
     operands = [x for x in (q, k, v, *visibility, bias, out, lse, dout, dlse) if x is not None]
     gradients = jax.ffi.ffi_call("jax_dma_backward", results)(*operands, config=_config(call))
     dq, dk, dv, *dbias = gradients[: 3 + call.want_dbias]
@@ -158,10 +158,10 @@ def _cuda_splits(q, k, v, batch):
     (T, N, _), (S, K) = q.shape[-3:], k.shape[-3:-1]
     tiles = -(-T // queries_per_tile(N // K)) * K * math.prod(batch)
     splits = min(264 // max(tiles, 1), -(-S // KEY_TILE) // 8)  # two blocks for each of 132 processors, 8 tiles each
-    return [_result((splits * math.prod(batch) * N * T * (v.shape[-1] + 1),), jnp.float32, q)] if splits > 1 else []
+    return [result_type((splits * math.prod(batch) * N * T * (v.shape[-1] + 1),), jnp.float32, q)] if splits > 1 else []
 
 
-def _cuda_workspace(q, k, v, bias, call, batch, results):
+def cuda_workspace(q, k, v, bias, call, batch, results):
     """Scratch results of the CUDA backward pass, so that a handler never allocates (xla_ffi/cuda/sm80/launch.h)."""
     (T, N, H), K = q.shape[-3:], k.shape[-2]
     tiles = -(-T // queries_per_tile(N // K))
@@ -173,7 +173,7 @@ def _cuda_workspace(q, k, v, bias, call, batch, results):
         shape = results[3].shape
         summed = _dbias_is_summed(shape, batch, T, N, K, k.shape[-3])
         scratch.append((shape if summed else (0,), jnp.float32))
-    return [_result(shape, dtype, q) for shape, dtype in scratch]
+    return [result_type(shape, dtype, q) for shape, dtype in scratch]
 
 
 def _dbias_is_summed(shape, batch, T, N, K, S):

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "../common/parse.h"
+#include "errors.h"
 #include "plan/plan.h"
 #include "select/select.h"
 #include "sm80/launch.h"
@@ -54,9 +55,6 @@ cudaError_t launch_backward(const Problem& p, const sm80::BackwardBuffers& buffe
 // The kernels take rows of whole 16-byte chunks and groups that fit a tile; jax_dma/implementations/ffi.py sends others
 // elsewhere.
 ffi::Error check_limits(const Problem& p) {
-  const auto invalid = [](const std::string& message) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jax_dma: " + message);
-  };
   if (p.dtype == DType::kF32) return invalid("the CUDA kernels compute in bf16 or f16, and q is f32");
   if (p.H % 8 != 0 || p.Hv % 8 != 0)
     return invalid("the CUDA kernels need head dimensions that are multiples of 8, got H=" + std::to_string(p.H) +
@@ -68,16 +66,6 @@ ffi::Error check_limits(const Problem& p) {
     return invalid("the CUDA kernels serve up to " + std::to_string(limit) +
                    " query heads per key head at this head dimension, got " + std::to_string(p.G));
   return ffi::Error::Success();
-}
-
-ffi::Error check_launch(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return ffi::Error::Success();
-  std::string message =
-      std::string("jax_dma: the ") + what + " kernels could not be launched: " + cudaGetErrorString(error);
-  if (error == cudaErrorNoKernelImageForDevice)
-    message += "; they were built for compute capability " JAX_DMA_CUDA_ARCH_LIST
-               ", reinstall with JAX_DMA_CUDA_ARCHS naming this device's";
-  return ffi::Error(ffi::ErrorCode::kInternal, message);
 }
 
 ffi::Error forward(cudaStream_t stream, Config config, ffi::RemainingArgs args, ffi::RemainingRets rets) {
@@ -124,9 +112,6 @@ using Words = ffi::Result<ffi::Buffer<ffi::U32>>;
 ffi::Error plan_mask(cudaStream_t stream, int64_t num_heads, int64_t num_kv_heads, ffi::Buffer<ffi::PRED> mask,
                      Words bits, Words by_query, Words by_key) {
   const auto dims = mask.dimensions();
-  const auto invalid = [](const std::string& message) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jax_dma: " + message);
-  };
   if (dims.size() < 3 || num_kv_heads < 1 || num_heads % std::max<int64_t>(num_kv_heads, 1) != 0)
     return invalid("mask must be [*batch, N|K|1, T, S], got " + shape_text(dims));
   const int64_t heads = dims[dims.size() - 3];
@@ -158,9 +143,6 @@ ffi::Error plan_mask(cudaStream_t stream, int64_t num_heads, int64_t num_kv_head
 // S], or bits uint32 [..., T, 4 * ceil(S / 128)].
 ffi::Error select_scores(cudaStream_t stream, int64_t window, int64_t causal, ffi::RemainingArgs args,
                          ffi::RemainingRets rets) {
-  const auto invalid = [](const std::string& message) {
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jax_dma: " + message);
-  };
   const auto scores = args.get<ffi::AnyBuffer>(0);
   auto result = rets.get<ffi::AnyBuffer>(0);
   if (!scores || !result || args.size() > 2) return invalid("select takes scores and a mask, and has one result");

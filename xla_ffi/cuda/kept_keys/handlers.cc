@@ -6,6 +6,7 @@
 #include <string>
 
 #include "../../common/parse.h"
+#include "../errors.h"
 #include "kept_keys.h"
 
 namespace jax_dma::cuda {
@@ -14,16 +15,6 @@ namespace {
 using Dims = ffi::Span<const int64_t>;
 using Ints = ffi::Buffer<ffi::S32>;
 using IntsOut = ffi::Result<Ints>;
-
-ffi::Error invalid(const std::string& message) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jax_dma: " + message);
-}
-
-ffi::Error check_launch(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kInternal,
-                    std::string("jax_dma: ") + what + " could not be launched: " + cudaGetErrorString(error));
-}
 
 int64_t product(Dims dims, size_t first, size_t last) {
   int64_t product = 1;
@@ -70,7 +61,7 @@ ffi::Error list_keys(cudaStream_t stream, int64_t T, int64_t R, Ints start, Ints
       !has(bounds, 2 * rows * ceil_div(p.S, kept_keys::kGroup)) ||
       !has(chunk_counts, rows * (ceil_div(p.S, kept_keys::kChunk) + 1)))
     return invalid("a list of kept keys has the wrong size");
-  return check_launch(kept_keys::launch_lists(p, stream), "the kernels that list kept keys");
+  return check_launch(kept_keys::launch_lists(p, stream), "kept keys' listing");
 }
 
 // keys [*batch, runs, key heads, length], x [*batch, S, heads|1, channels] -> [*batch, runs, length, heads, channels]
@@ -89,8 +80,7 @@ ffi::Error take_keys(cudaStream_t stream, Ints keys, ffi::AnyBuffer x, ffi::Resu
   const bool right = key_dims[rank] == p.runs && key_dims[rank + 2] == p.length && x_dims[rank + 2] == dims[rank + 3] &&
                      p.key_heads > 0 && p.heads % p.key_heads == 0 && (p.x_heads == 1 || p.x_heads == p.heads) &&
                      x.element_type() == rows->element_type() && p.row_bytes % 2 == 0;
-  return right ? check_launch(kept_keys::launch_take(p, stream), "the kernel that takes kept keys")
-               : invalid("malformed take");
+  return right ? check_launch(kept_keys::launch_take(p, stream), "kept keys' taking") : invalid("malformed take");
 }
 
 bool read_type(ffi::DataType type, DType* result) {
@@ -124,7 +114,7 @@ ffi::Error sum_keys(cudaStream_t stream, int64_t T, int64_t R, Ints keys, Ints c
                      end.element_count() == start.element_count() &&
                      static_cast<int64_t>(sums->element_count()) == p.outer * p.S * p.heads * p.channels &&
                      (p.sums_type == DType::kF32 || p.sums_type == p.rows_type);
-  return right ? check_launch(kept_keys::launch_sum(p, stream), "the kernel that sums over kept keys")
+  return right ? check_launch(kept_keys::launch_sum(p, stream), "kept keys' summing")
                : invalid("malformed sum over kept keys");
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "../../common/parse.h"
+#include "../errors.h"
 #include "order_statistic.h"
 
 namespace jax_dma::cuda {
@@ -25,16 +26,13 @@ ffi::Error kth_smallest(cudaStream_t stream, int64_t k, Ints values, Ints low, I
       !has(*result, all) || !has(*ordered, all) || !has(*reordered, all) || !has(*from, all) || !has(*to, all) ||
       !has(*remaining, all) || !has(*zeros, rows * (S + 1)) ||
       !has(*chunk_zeros, rows * ((S + order_statistic::kChunk - 1) / order_statistic::kChunk)))
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jax_dma: malformed order statistic");
+    return invalid("malformed order statistic");
   const order_statistic::Problem p{
       values.typed_data(),     low.typed_data(),       high.typed_data(),         rows,
       static_cast<int>(S),     static_cast<int>(k),    result->typed_data(),      ordered->typed_data(),
       reordered->typed_data(), zeros->typed_data(),    chunk_zeros->typed_data(), from->typed_data(),
       to->typed_data(),        remaining->typed_data()};
-  const cudaError_t error = order_statistic::launch(p, stream);
-  if (error == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kInternal,
-                    std::string("jax_dma: the kernels of top_k could not be launched: ") + cudaGetErrorString(error));
+  return check_launch(order_statistic::launch(p, stream), "top_k");
 }
 
 }  // namespace
