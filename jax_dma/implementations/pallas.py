@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_dma.implementations.ffi import _result
+from jax_dma.implementations.ffi import result_type
 from jax_dma.reference import HIDE_BELOW
 from jax_dma.tiles import KEY_TILE, queries_per_tile, unpack_bits
 
@@ -107,7 +107,7 @@ def _call(kernel, name, sizes, operands, results, places, *, interpret):
         given = dict.fromkeys(_OPERANDS) | dict(zip(names, refs))
         kernel(sizes, SimpleNamespace(**given), _unravel(pl.program_id(0), places))
 
-    types = [_result(shape, dtype, operands["q"]) for shape, dtype in results.values()]
+    types = [result_type(shape, dtype, operands["q"]) for shape, dtype in results.values()]
     found = pl.pallas_call(
         body,
         out_shape=types,
