@@ -53,13 +53,15 @@ def attention(
       v: ``[B, S, K, Hv]``, q's dtype.
       mask: which keys each query sees: bool ``[B|1, N|K|1, T|1, S|1]``, or a :class:`~jax_dma.KeyIntervals` (see
         :mod:`jax_dma.masks`), or a :class:`~jax_dma.MaskPlan` from :func:`jax_dma.plan`. It has no gradient.
-      bias: float ``[B|1, N|K|1, T|1, S|1]``, added to the logits. Its gradient has its shape and dtype and is summed in
-        float32 over every broadcast axis; it is not computed when bias is not being differentiated.
-      sinks: float ``[N]``, a trainable logit for each query head that stands in every row beside those of the keys and
-        has no value: ``lse = log(sum(exp(logits)) + exp(sinks))``, so the weights ``exp(logits - lse)`` sum to less
-        than 1. lse includes it. A query that sees no key gets out 0 and lse = sinks. -inf is the same as no sink.
+      bias: bfloat16, float16, float32 or float64 (not necessarily q's dtype), ``[B|1, N|K|1, T|1, S|1]``, added to
+        the logits. Its gradient has its shape and dtype and is summed in float32 over every broadcast axis; it is not
+        computed when bias is not being differentiated.
+      sinks: bfloat16, float16, float32 or float64 ``[N]``, a trainable logit for each query head that stands in every
+        row beside those of the keys and has no value: ``lse = log(sum(exp(logits)) + exp(sinks))``, so the weights
+        ``exp(logits - lse)`` sum to less than 1. lse includes it. A query that sees no key gets out 0 and lse = sinks.
+        -inf is the same as no sink.
       is_causal: also hide the keys after each query.
-      scale: a Python float; default ``H ** -0.5``.
+      scale: a Python float; default ``H ** -0.5``. A learned factor belongs in q.
       logits_soft_cap: a positive Python float; None for no cap.
       return_lse: also return the log-sum-exp of the logits, which is differentiable.
       deterministic: gradients that are bitwise the same in every run on the same device.
@@ -141,8 +143,11 @@ def add_sinks(out, lse, sinks):
 
 def _attend(call, q, k, v, visibility, bias):
     if call.implementations[0] == "xla":  # plain JAX, differentiable in every mode
-        return xla.attention(q, k, v, visibility, bias, causal=call.causal, scale=call.scale, softcap=call.softcap)
-    return op.attend(call, q, k, v, visibility, bias)
+        settings = dict(causal=call.causal, scale=call.scale, softcap=call.softcap)
+        out, lse = xla.attention(q, k, v, visibility, bias, **settings)
+    else:
+        out, lse = op.attend(call, q, k, v, visibility, bias)
+    return out, lse[..., 0]
 
 
 def _attend_intervals(call, q, k, v, start, end, bias):

@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from jax_dma import checks, masks, op
 from jax_dma.attention import add_sinks, check, same_shape, with_rank
 from jax_dma.attention import attention as attention_of_one_device
 from jax_dma.choice import names_of, serving
+from jax_dma.implementations.xla import log_sum_exp
 from jax_dma.masks import KeyIntervals
 from jax_dma.mesh import align_varying, vary_over, varying_axes, widen_if_summed
 from jax_dma.plan import MaskPlan, plan
@@ -132,19 +132,37 @@ def reorder(x, shards, axis=None, *, order="zigzag"):
 
 
 def restore(x, shards, axis=None, *, order="zigzag"):
-    """The inverse of :func:`reorder`."""
+    """The inverse of :func:`reorder`, with the same arguments: from that order back to the original one."""
     return _permute(x, axis, lambda length: np.argsort(_chunk_order(length, shards=shards, order=order)))
 
 
 def positions(length, shards, *, order="zigzag"):
-    """Where each place of a reordered sequence was: int32 ``[length]``, for position embeddings."""
+    """Where each place of a reordered sequence was, for position embeddings.
+
+    Args:
+      length: of the whole sequence, a multiple of 2n in zigzag order.
+      shards: n, over how many devices it is split.
+      order: "zigzag" or "contiguous".
+
+    Returns:
+      int32 ``[length]``.
+    """
     chunks = _chunk_order(length, shards, order)
     places = chunks[:, None] * (length // len(chunks)) + np.arange(length // len(chunks))
     return jnp.asarray(places.reshape(-1), jnp.int32)
 
 
 def local_positions(length, axis, *, order="zigzag"):
-    """In a ``shard_map``: the positions, int32 ``[length]``, of the part of the sequence that this device holds."""
+    """The positions of the part of the sequence that this device holds; to be called in a ``jax.shard_map``.
+
+    Args:
+      length: of this device's part.
+      axis: the mesh axis (or a tuple of them) that the sequence is split over.
+      order: "zigzag" or "contiguous".
+
+    Returns:
+      int32 ``[length]``.
+    """
     names = _names(axis)
     return _positions_of(jax.lax.axis_index(names), length, jax.lax.axis_size(names), order)
 
@@ -171,7 +189,7 @@ def top_k(
       segment_ids, valid: as in :func:`jax_dma.masks.top_k`, split and ordered like scores.
 
     Returns:
-      KeyIntervals of all S keys, in the given order: a mask for :func:`attention`.
+      KeyIntervals of all S keys, in the given order, which are a mask for :func:`attention`.
     """
     names, scores = _names(axis), jax.lax.stop_gradient(jnp.asarray(scores))
     manual = set(names) <= _manual_axes()
@@ -430,6 +448,7 @@ def _attention(q, k, v, mask, bias, sinks, *, call, axis, method, order):
     rows = _Rows(stays(dense), stays(start), stays(end), stays(bias))
     if method == "ring":
         out, lse = _ring(context, q, keys, rows)
+        lse = lse[..., 0]
     else:
         # All keys and values are brought here again in the backward pass, rather than kept.
         kept = jax.checkpoint_policies.save_only_these_names("jax_dma_out", "jax_dma_lse", "jax_dma_plan")
@@ -488,7 +507,8 @@ def _all_gather(context, q, keys, rows):
     visibility = context.visibility(mask, start, end, places, q, k)
     bias, bias_dtype = widen_if_summed(bias, (q, k, v, visibility))
     q, k, v, visibility, bias = align_varying((q, k, v, visibility, bias))
-    return op.attend(dataclasses.replace(call, bias_dtype=bias_dtype), q, k, v, visibility, bias)
+    out, lse = op.attend(dataclasses.replace(call, bias_dtype=bias_dtype), q, k, v, visibility, bias)
+    return out, lse[..., 0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -566,7 +586,7 @@ def _ring_attention(context, q, keys, rows):
 
 
 def _ring_forward(context, q, keys, rows):
-    """out, in float32, and lse."""
+    """out, in float32, and lse [..., 2]."""
 
     def attend(keys, step):
         k, v, visibility, bias = _block(context, step, q, keys, rows)
@@ -585,9 +605,13 @@ def _ring_forward(context, q, keys, rows):
 
 def _merge(out, lse, more_out, more_lse):
     """Attention to the keys of two disjoint blocks, from that to each."""
-    total = jnp.logaddexp(lse, more_lse)
-    share = lambda x: jnp.exp(jnp.where(total == -jnp.inf, -jnp.inf, x - total))[..., None]
-    return out * share(lse) + more_out * share(more_lse), total
+    base = jnp.maximum(lse[..., 0], more_lse[..., 0])
+    empty = base == -jnp.inf
+    base = jnp.where(empty, 0, base)
+    share, more_share = (jnp.exp(x[..., 0] - base + x[..., 1]) for x in (lse, more_lse))
+    total = jnp.where(empty, 1, share + more_share)
+    merged = (out * share[..., None] + more_out * more_share[..., None]) / total[..., None]
+    return merged, log_sum_exp(base, total, empty)
 
 
 def _ring_attention_forward(context, *arguments):
@@ -610,8 +634,7 @@ class _Static:
 def _ring_attention_backward(context, residuals, cotangents):
     static, q, keys, rows, out, lse = residuals
     context = dataclasses.replace(context, call=static.call)
-    dout, dlse = (jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents)
-    dout, dlse = (vary_over(x, varying_axes(out)) for x in (dout, dlse))
+    dout, dlse = (vary_over(x, varying_axes(out)) for x in op.cotangents_of(cotangents))
     # Without a barrier XLA finds the blocks of the forward pass again, and keeps them all for it.
     q, keys, rows, dout = jax.lax.optimization_barrier((q, keys, rows, dout))
     dq, dk, dv, dbias_of_keys, dbias_of_rows = _ring_gradient(context, q, keys, rows, out, lse, dout, dlse)

@@ -18,10 +18,12 @@ from jax_dma.tiles import KEY_TILE, analyse, queries_per_tile, unpack_bits
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Attributes:
-    flops: of the matrix products, a multiplication and an addition being two; in tiles that are not skipped.
-    bytes: memory traffic if every array is read or written once, workspace included.
-    workspace: bytes of memory beside the arrays given and returned.
+    """The work of one pass.
+
+    Attributes:
+      flops: of the matrix products, a multiplication and an addition being two; in tiles that are not skipped.
+      bytes: memory traffic if every array is read or written once, workspace included.
+      workspace: bytes of memory beside the arrays given and returned.
     """
 
     flops: int
@@ -106,7 +108,7 @@ def cost(
         rows = math.prod(batch) * T * N
         forward += rows * (Hv * jnp.dtype(q.dtype).itemsize + jnp.dtype(compute_dtype(q.dtype)).itemsize)
 
-    lse = jax.ShapeDtypeStruct((*batch, T, N), compute_dtype(q.dtype))
+    lse = jax.ShapeDtypeStruct((*batch, T, N, 2), compute_dtype(q.dtype))
     out = jax.ShapeDtypeStruct((*batch, T, N, Hv), q.dtype)
     read = _bytes(q, k, v, bias, mask)
     return Cost(

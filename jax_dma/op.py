@@ -1,9 +1,12 @@
 """The two primitives, forward and backward, and the custom derivative over them.
 
-Operands are flat: ``q, k, v, *visibility, [bias]`` and for the backward pass ``out, lse, dout, dlse`` after them. Each
-has any number of leading batch axes, the same number for all, each 1 or full; batching adds one more in front and never
-tiles an operand. Which kernel runs is decided when a primitive is lowered, per platform; how a call is split over a
-mesh is decided below that, in ``partition`` (the static parameter ``devices`` is only there for it).
+Operands are flat: ``q, k, v, *visibility, [bias]`` and for the backward pass ``out, lse, dout, dlse`` after them. lse
+is [*batch, T, N, 2], the log-sum-exp and what was lost when it was rounded: beside logits of -1e9 that is all of the
+logarithm, and weights from the rounded one alone would be wrong by the number of keys. dlse is [*batch, T, N].
+
+Each operand has any number of leading batch axes, the same number for all, each 1 or full; batching adds one more in
+front and never tiles an operand. Which kernel runs is decided when a primitive is lowered, per platform; how a call is
+split over a mesh is decided below that, in ``partition`` (the static parameter ``devices`` is only there for it).
 """
 
 import dataclasses
@@ -77,7 +80,7 @@ def _forward_types(*operands, call, devices):
     _check_varying(operands)
     q, _, v, *_ = operands
     batch = batch_shape(q, operands)
-    lse = _like(q, (*batch, *q.shape[-3:-1]), compute_dtype(q.dtype))
+    lse = _like(q, (*batch, *q.shape[-3:-1], 2), compute_dtype(q.dtype))
     return [_like(q, (*batch, *q.shape[-3:-1], v.shape[-1]), q.dtype), lse]
 
 
@@ -104,7 +107,7 @@ def _backward_xla(*operands, call, given=True):
     rows = lambda x: jnp.broadcast_to(x, (*batch, *x.shape[-2:]))
     if call.want_dbias:
         bias = jnp.broadcast_to(bias, dbias_shape(call, bias, batch))
-    dout, dlse, out, lse = full(dout), rows(dlse), full(out), rows(lse)
+    dout, dlse, out, lse = full(dout), rows(dlse), full(out), full(lse)
     return xla.attention_vjp(
         *map(full, (q, k, v)), visibility, bias, dout, dlse, want_dbias=call.want_dbias, causal=call.causal,
         scale=call.scale, softcap=call.softcap, **(dict(out=out, lse=lse) if given else {}),
@@ -176,7 +179,7 @@ def wide(call, bias):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(call, q, k, v, visibility, bias):
-    """(out, lse) through the primitives. Operands must vary over the same manual mesh axes."""
+    """(out, lse [..., 2]) through the primitives. Operands must vary over the same manual mesh axes."""
     call, operands = _flatten(call, q, k, v, visibility, narrow(call, bias))
     return tuple(forward_p.bind(*operands, call=call, devices=partition.marker()))
 
@@ -194,10 +197,16 @@ def _attend_forward(call, *arguments):
 
 def _attend_backward(_, residuals, cotangents):
     call, q, k, v, visibility, bias, out, lse = residuals
-    dout, dlse = (jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents)
+    dout, dlse = cotangents_of(cotangents)
     dout, dlse = _same_mesh_axes(out, dout), _same_mesh_axes(out, dlse)
     dq, dk, dv, *dbias = attend_gradient(call, q, k, v, visibility, wide(call, bias), out, lse, dout, dlse)
     return dq, dk, dv, None, dbias[0] if dbias else None
+
+
+def cotangents_of(cotangents):
+    """(dout, dlse [..., T, N]), from what a custom derivative is given for (out, lse [..., T, N, 2])."""
+    dout, dlse = (jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents)
+    return dout, dlse[..., 0]
 
 
 def _same_mesh_axes(like, x):

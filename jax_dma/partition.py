@@ -38,7 +38,8 @@ _AXES = {
     "bounds": "n..",
     "bias": "nt.",
     "out": "tn.",
-    "lse": "tn",
+    "lse": "tn.",
+    "dlse": "tn",
     "dk": "sn.",
     "dv": "sn.",
 }
@@ -47,7 +48,7 @@ _AXES = {
 def operand_names(call, backward):
     """What each operand of a primitive is."""
     visibility = [name for name, present in zip(Visibility._fields, call.visibility) if present]
-    return ["q", "k", "v", *visibility, *["bias"] * call.has_bias, *["out", "lse", "out", "lse"] * backward]
+    return ["q", "k", "v", *visibility, *["bias"] * call.has_bias, *["out", "lse", "out", "dlse"] * backward]
 
 
 def result_names(call, backward):
@@ -441,9 +442,9 @@ def _sharding_rule(call, operands, backward):
     of_keys = {"k": "dk", "v": "dv"} if backward else {}  # so that gradients are split as their operands are
     left = ", ".join(term(of_keys.get(name, name), x.shape) for name, x in zip(names, operands))
     # Results have every batch axis in full, but for dbias, which has those in full that vmap added.
-    full = {"q": 3, "dk": 3, "dv": 3, "bias": 3, "out": 3, "lse": 2}
+    full = {"q": 3, "dk": 3, "dv": 3, "bias": 3, "out": 3, "lse": 3}
     shapes["dk"], shapes["dv"] = shapes["k"], shapes["v"]
-    shapes["out"], shapes["lse"] = (sizes.T, sizes.N, shapes["v"][-1]), (sizes.T, sizes.N)
+    shapes["out"], shapes["lse"] = (sizes.T, sizes.N, shapes["v"][-1]), (sizes.T, sizes.N, 2)
     shapes = {name: (*sizes.batch, *shapes[name][-rank:]) for name, rank in full.items() if name in shapes}
     if call.want_dbias:
         bias = operands[names.index("bias")].shape

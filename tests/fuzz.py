@@ -161,10 +161,10 @@ def contents_of(call):
         mask, seen = as_jax_mask(inputs.mask, call), inputs.mask
     sinks = None if call.sinks is None else rng.standard_normal(call.N).astype(dtype_of(call.sinks))
     if call.extremes == "huge":
-        # Kernels keep a row's logits and lse as float32 numbers: where all of a row's logits are this large they do not
-        # tell its weights apart, and its gradients are not promised.
+        # Kernels keep logits as float32 numbers. Where all of a row's are as large as -65504 they lose some of the
+        # products, which the oracle keeps (and where they are larger still both lose them).
         lse = oracle.attention(*inputs[:3], seen, inputs.bias, **call.oracle_options).lse
-        alone = (lse < -1e4) & (lse > -np.inf)
+        alone = (lse < -1e4) & (lse > -1e20)
         inputs = inputs._replace(
             dout=np.where(alone[..., None], 0, inputs.dout).astype(inputs.dout.dtype),
             dlse=np.where(alone, 0, inputs.dlse).astype(inputs.dlse.dtype),

@@ -201,7 +201,7 @@ def test_flops_bytes_and_workspace(platform):
     assert found.forward.flops == 4 * 32 * pairs and found.backward.flops == 10 * 32 * pairs
     operands = 3 * q.nbytes + bias.nbytes
     if found.forward.workspace == 0:
-        assert found.forward.bytes == operands + q.nbytes + 4 * 2 * 256 * 4
+        assert found.forward.bytes == operands + q.nbytes + 2 * 4 * 2 * 256 * 4
     assert found.backward.bytes >= 2 * operands
     assert "FLOP" in str(found) and "100 % visible" in str(found)
     reference = jax_dma.cost(q, k, v, None, bias, is_causal=True, implementation="reference")

@@ -145,7 +145,7 @@ def operands(backward=False, bits=False, intervals=False, bias=None):
     if bias:
         named.update(bias=zeros(*bias))
     if backward:
-        named.update(out=zeros(2, T, N, HV), lse=zeros(2, T, N, dtype="float32"))
+        named.update(out=zeros(2, T, N, HV), lse=zeros(2, T, N, 2, dtype="float32"))
         named.update(dout=zeros(2, T, N, HV), dlse=zeros(2, T, N, dtype="float32"))
     return named
 
@@ -163,7 +163,7 @@ def call(named, results, **changes):
     return jax.block_until_ready(run(*named.values()))
 
 
-FORWARD = dict(out=zeros(2, T, N, HV), lse=zeros(2, T, N, dtype="float32"))
+FORWARD = dict(out=zeros(2, T, N, HV), lse=zeros(2, T, N, 2, dtype="float32"))
 BACKWARD = dict(dq=zeros(2, T, N, H), dk=zeros(2, S, K, H), dv=zeros(2, S, K, HV))
 BIAS = (1, K, 1, S)
 
@@ -179,8 +179,8 @@ REFUSED = {  # operands to build, what to change about them, about the results, 
     "out_shape": ({}, {}, dict(out=zeros(2, T, N, HV + 1)), {}, "out has shape"),
     "out_batch": ({}, {}, dict(out=zeros(1, T, N, HV)), {}, "out: batch axis 0"),
     "out_dtype": ({}, {}, dict(out=zeros(2, T, N, HV, dtype="float32")), {}, "out has the wrong dtype"),
-    "lse_dtype": ({}, {}, dict(lse=zeros(2, T, N)), {}, "lse has the wrong dtype"),
-    "lse_shape": ({}, {}, dict(lse=zeros(2, N, T, dtype="float32")), {}, "lse has shape"),
+    "lse_dtype": ({}, {}, dict(lse=zeros(2, T, N, 2)), {}, "lse has the wrong dtype"),
+    "lse_shape": ({}, {}, dict(lse=zeros(2, T, N, dtype="float32")), {}, "lse has shape"),
     "bits_dtype": (dict(bits=True), dict(bits=zeros(2, N, T, 12, dtype="int32")), {}, {}, "bits has the wrong dtype"),
     "bits_words": (dict(bits=True), dict(bits=zeros(2, N, T, 10, dtype="uint32")), {}, {}, "bits has shape"),
     "bits_rank": (dict(bits=True), dict(bits=zeros(N, T, 12, dtype="uint32")), {}, {}, "bits"),
@@ -286,6 +286,7 @@ def test_a_result_too_few_is_an_error(kernels):
 def test_well_formed_raw_calls_are_served(kernels):
     """The same builders without a fault: or the tests above would prove nothing."""
     out, lse = call(operands(bits=True, intervals=True, bias=BIAS), FORWARD)
+    lse = lse[..., 0]
     assert not np.asarray(out).any() and np.allclose(lse[:, 3:], -np.inf) and np.allclose(lse[:, :3], np.log(S))
     if kernels == "cpu":  # the CUDA call has workspace results besides
         gradients = call(

@@ -126,7 +126,7 @@ def forward(name, *operands, call):
     batch = jnp.broadcast_shapes(*(x.shape[:rank] for x in operands))
     (T, N, _), Hv = q.shape[-3:], v.shape[-1]
     q, k, v = (_pad_channels(name, x) for x in (q, k, v))
-    results = [result_type((*batch, T, N, v.shape[-1]), q.dtype, q), result_type((*batch, T, N), jnp.float32, q)]
+    results = [result_type((*batch, T, N, v.shape[-1]), q.dtype, q), result_type((*batch, T, N, 2), jnp.float32, q)]
     if name == "cuda":
         results += _cuda_splits(q, k, v, batch)
     operands = [x for x in (q, k, v, *visibility, bias) if x is not None]
@@ -158,7 +158,7 @@ def _cuda_splits(q, k, v, batch):
     (T, N, _), (S, K) = q.shape[-3:], k.shape[-3:-1]
     tiles = -(-T // queries_per_tile(N // K)) * K * math.prod(batch)
     splits = min(264 // max(tiles, 1), -(-S // KEY_TILE) // 8)  # two blocks for each of 132 processors, 8 tiles each
-    return [result_type((splits * math.prod(batch) * N * T * (v.shape[-1] + 1),), jnp.float32, q)] if splits > 1 else []
+    return [result_type((splits * math.prod(batch) * N * T * (v.shape[-1] + 2),), jnp.float32, q)] if splits > 1 else []
 
 
 def cuda_workspace(q, k, v, bias, call, batch, results):

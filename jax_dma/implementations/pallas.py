@@ -119,7 +119,7 @@ def _call(kernel, name, sizes, operands, results, places, *, interpret):
     return dict(zip(results, found))
 
 
-_OPERANDS = ("q", "k", "v", "bits", "start", "end", "bias", "listed", "count", "seen", "dout", "lse", "delta")
+_OPERANDS = ("q", "k", "v", "bits", "start", "end", "bias", "listed", "count", "seen", "dout", "lse", "lost", "delta")
 _OPERANDS += ("dbias", "row_sums", "column_sums")
 
 
@@ -347,7 +347,10 @@ def _forward_kernel(c, refs, place):
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
     rows.store(refs.out, out / total[:, None], c.Hv)
-    rows.store_rows(refs.lse, jnp.where(empty, -jnp.inf, m + jnp.log(total)))
+    m, log_total = jnp.where(empty, 0.0, m), jnp.log(total)
+    lse = m + log_total
+    rows.store_rows(refs.lse, jnp.where(empty, -jnp.inf, lse))
+    rows.store_rows(refs.lost, m - lse + log_total)
 
 
 def _place(c, place, blocks, last_first):
@@ -363,11 +366,11 @@ def _places(c, blocks):
     return (blocks, *c.batch, c.K) if c.causal else (*c.batch, c.K, blocks)
 
 
-def _gradient_of_logits(c, refs, rows, keys, q, k, v, dout, lse, delta):
+def _gradient_of_logits(c, refs, rows, keys, q, k, v, dout, lse, lost, delta):
     """(weights, gradient of the logits, gradient of the products) of a block."""
     product = lambda of_rows, of_keys: _dot(*((of_rows, of_keys) if rows.axis == 0 else (of_keys, of_rows)), (1, 1))
     logits, visible, slope = _logits(c, refs, rows, keys, product(q, k))
-    weights = jnp.exp(logits - rows(lse))
+    weights = jnp.exp(logits - rows(lse) - rows(lost))
     dlogits = weights * (product(dout, v) - rows(delta))
     if visible is not None:
         dlogits = jnp.where(visible, dlogits, 0.0)
@@ -384,14 +387,14 @@ def _dq_kernel(c, refs, place):
     batch, head, block = _place(c, place, c.query_blocks, last_first=True)
     rows = _Queries(c, refs, batch, head, block)
     q, dout = rows.load(refs.q, c.H), rows.load(refs.dout, c.Hv)
-    lse, delta = rows.load_rows(refs.lse), rows.load_rows(refs.delta)
+    of_rows = [rows.load_rows(x) for x in (refs.lse, refs.lost, refs.delta)]
     count, key_block = _live_keys(c, refs, batch, head, block)
 
     def step(i, state):
         dq, *sums = state
         keys = _Keys(c, refs, batch, head, key_block(i))
         k, v = keys.load(refs.k, c.H), keys.load(refs.v, c.Hv)
-        _, dlogits, dproducts = _gradient_of_logits(c, refs, rows, keys, q, k, v, dout, lse, delta)
+        _, dlogits, dproducts = _gradient_of_logits(c, refs, rows, keys, q, k, v, dout, *of_rows)
         k = _wide(k)
         return dq + _dot(dproducts.astype(k.dtype), k, (1, 0)), *(x + dlogits.sum(1) for x in sums)
 
@@ -413,8 +416,8 @@ def _dkv_kernel(c, refs, place):
         dk, dv, *sums = state
         rows = _Queries(c, refs, batch, head, query_block(i), axis=1)
         q, dout = rows.load(refs.q, c.H), rows.load(refs.dout, c.Hv)
-        lse, delta = rows.load_rows(refs.lse), rows.load_rows(refs.delta)
-        weights, dlogits, dproducts = _gradient_of_logits(c, refs, rows, keys, q, k, v, dout, lse, delta)
+        of_rows = [rows.load_rows(x) for x in (refs.lse, refs.lost, refs.delta)]
+        weights, dlogits, dproducts = _gradient_of_logits(c, refs, rows, keys, q, k, v, dout, *of_rows)
         dv = dv + _dot(weights.astype(dout.dtype), dout, (1, 0))
         q = _wide(q)
         dk = dk + _dot(dproducts.astype(q.dtype), q, (1, 0))
@@ -449,7 +452,7 @@ def _dbias_kernel(c, refs, place):
 
         def add(total):
             operands = [rows.load(refs.q, c.H), keys.load(refs.k, c.H), keys.load(refs.v, c.Hv)]
-            operands += [rows.load(refs.dout, c.Hv), rows.load_rows(refs.lse), rows.load_rows(refs.delta)]
+            operands += [rows.load(refs.dout, c.Hv), *(rows.load_rows(x) for x in (refs.lse, refs.lost, refs.delta))]
             return total + _gradient_of_logits(c, refs, rows, keys, *operands)[1]
 
         live = None
@@ -519,9 +522,11 @@ def forward(*operands, call, interpret):
     listed, count = _lists(_seen(visibility, c), c, by_key=False)
     given = dict(q=q, k=k, v=v, bits=visibility.bits, start=visibility.start, end=visibility.end, bias=bias)
     given |= dict(listed=listed, count=count)
-    results = dict(out=((*batch, c.T, c.N, c.Hv), q.dtype), lse=((*batch, c.T, c.N), jnp.float32))
+    rows = ((*batch, c.T, c.N), jnp.float32)
+    results = dict(out=((*batch, c.T, c.N, c.Hv), q.dtype), lse=rows, lost=rows)
     places = _places(c, c.query_blocks)
-    return list(_call(_forward_kernel, "forward", c, given, results, places, interpret=interpret).values())
+    found = _call(_forward_kernel, "forward", c, given, results, places, interpret=interpret)
+    return [found["out"], jnp.stack([found["lse"], found["lost"]], -1)]
 
 
 def backward(*operands, call, interpret):
@@ -530,13 +535,14 @@ def backward(*operands, call, interpret):
 
     q, k, v, visibility, bias, (out, lse, dout, dlse) = call.unflatten(operands)
     batch = batch_shape(q, operands)
+    lse, lost = lse[..., 0], lse[..., 1]
     empty = lse == -jnp.inf  # the cotangents of such rows may hold anything
     delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - dlse
     delta, lse = jnp.where(empty, 0, delta), jnp.where(empty, 0, lse)
     dout = jnp.where(empty[..., None], 0, dout)
 
     given = dict(q=q, k=k, v=v, bits=visibility.bits, start=visibility.start, end=visibility.end, bias=bias)
-    given |= dict(dout=dout, lse=lse, delta=delta)
+    given |= dict(dout=dout, lse=lse, lost=lost, delta=delta)
     sizes = functools.partial(_Sizes.of, call=call, batch=batch, q=q, v=v, interpret=interpret)
     by_rows = call.want_dbias and bias.shape[-1] == 1
     by_columns = call.want_dbias and not by_rows and bias.shape[-2] == 1

@@ -24,7 +24,7 @@ KEY_CHUNK = 4 * KEY_TILE  # a multiple of 32, so that chunks begin at a word of 
 
 
 def attention(q, k, v, visibility, bias, *, causal, scale, softcap):
-    """out [*batch, T, N, Hv] and lse [*batch, T, N].
+    """out [*batch, T, N, Hv] and lse [*batch, T, N, 2]: the log-sum-exp, and what was lost when it was rounded.
 
     Args:
       q, k, v: [*batch|1, T, N, H], [*batch|1, S, K, H], [*batch|1, S, K, Hv].
@@ -67,8 +67,7 @@ def _attention(q, k, v, visibility, bias, *, causal, scale, softcap):
         empty = total == 0
         total = jnp.where(empty, 1, total)
         out = jnp.where(empty[..., None], 0, out / total[..., None])
-        lse = jnp.where(empty, -jnp.inf, jnp.where(empty, 0, m) + jnp.log(total))
-        return out, lse
+        return out, log_sum_exp(jnp.where(empty, 0, m), total, empty)
 
     outs, lses = [], []
     whole = T // QUERY_CHUNK if T > QUERY_CHUNK else 0
@@ -84,11 +83,17 @@ def _attention(q, k, v, visibility, bias, *, causal, scale, softcap):
         tail = jax.checkpoint(lambda ops: query_chunk(ops, whole * QUERY_CHUNK, T - whole * QUERY_CHUNK))
         out, lse = tail(operands)
         outs.append(out), lses.append(lse)
-    out, lse = jnp.concatenate(outs, -2), jnp.concatenate(lses, -1)
     ungroup = lambda x, axis: x.reshape(x.shape[: axis - 1] + (N,) + x.shape[axis + 1 :])
-    out = ungroup(jnp.moveaxis(out, -2, len(batch)), len(batch) + 2)
-    lse = ungroup(jnp.moveaxis(lse, -1, len(batch)), len(batch) + 2)
-    return out, lse
+    join = lambda parts: ungroup(jnp.moveaxis(jnp.concatenate(parts, -2), -2, len(batch)), len(batch) + 2)
+    return join(outs), join(lses)
+
+
+def log_sum_exp(reference, total, empty):
+    """[..., 2]: reference + log(total), -inf in empty rows, and what was lost when that was rounded."""
+    log_total = jnp.log(total)
+    lse = reference + log_total
+    lost = jax.lax.stop_gradient(reference - lse + log_total)
+    return jnp.stack([jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, lost)], -1)
 
 
 def _walk(length, size, body, state, *, checkpoint=False):
@@ -192,7 +197,7 @@ class _Chunk:
         """
         k, v = _take(k, -2, s0, cols), _take(v, -2, s0, cols)
         logits, hidden, slope = self.logits(k, visibility, bias, s0, cols)
-        weights = jnp.exp(logits - lse[..., None])
+        weights = jnp.exp(logits - lse[..., :1] - lse[..., 1:])
         dlogits = weights * (_matmul(dout, jnp.swapaxes(v, -1, -2)[..., None, :, :], self.dtype) - delta[..., None])
         if hidden is not None:
             dlogits = jnp.where(hidden, 0, dlogits)
@@ -280,13 +285,13 @@ def attention_vjp(
     dtype = compute_dtype(q.dtype)
     if out is None or lse is None:
         out, lse = _attention(q, k, v, visibility, bias, causal=causal, scale=scale, softcap=softcap)
-    empty = lse == -jnp.inf  # the cotangents of such rows may hold anything
-    lse = jnp.where(empty, 0, lse)
+    empty = lse[..., 0] == -jnp.inf  # the cotangents of such rows may hold anything
+    lse = jnp.where(empty[..., None], 0, lse)
     delta = jnp.where(empty, 0, (dout.astype(dtype) * out.astype(dtype)).sum(-1) - dlse)
     dout = jnp.where(empty[..., None], 0, dout)
 
     call = functools.partial(_Chunk, K=K, G=G, T=T, S=S, causal=causal, scale=scale, softcap=softcap, dtype=dtype)
-    # Heads first, grouped: q and dout [*batch, K, G, T, H], lse and delta [*batch, K, G, T], k and v [*batch, K, S, H].
+    # Heads first, grouped: q, dout and lse [*batch, K, G, T, H | 2], delta [*batch, K, G, T], k, v [*batch, K, S, H].
     group = lambda x, axis: jnp.moveaxis(x.reshape(x.shape[: axis + 1] + (K, G) + x.shape[axis + 2 :]), axis, axis + 2)
     axis = q.ndim - 3  # of T
     operands = (
@@ -298,7 +303,7 @@ def attention_vjp(
         """Gradients, each of its operand's shape but for rows queries and cols keys (see ``_Chunk.gradients``)."""
         q, k, v, visibility, bias, dout, lse, delta = operands
         chunk = call(q=_take(q, -2, t0, rows), t0=t0, rows=rows)
-        of_rows = (_take(dout, -2, t0, rows), _take(lse, -1, t0, rows), _take(delta, -1, t0, rows))
+        of_rows = (_take(dout, -2, t0, rows), _take(lse, -2, t0, rows), _take(delta, -1, t0, rows))
 
         def compute():
             found = chunk.gradients(k, v, visibility, bias, *of_rows, s0, cols)

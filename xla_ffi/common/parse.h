@@ -7,8 +7,9 @@
 //                   tiles_by_key [*batch, K|1, key_tiles|1, 2, words(query_tiles)|1] u32
 //   has_intervals:  start, end [*batch, N|K|1, S] s32   bounds [*batch, K|1, 4, key_tiles] s32
 //   has_bias:       bias [*batch, N|K|1, T|1, S|1]
-//   backward:       out, lse [*batch, T, N] f32, dout, dlse
+//   backward:       out, lse [*batch, T, N, 2] f32, dout, dlse [*batch, T, N] f32
 // Results: forward  out [*batch, T, N, Hv], lse;  backward  dq, dk, dv, [dbias].
+// lse has two numbers for a row, whose sum it is (common/problem.h).
 // Every batch axis of an operand is 1 or full. Results but dbias are full.
 #pragma once
 
@@ -120,7 +121,7 @@ class Parser {
     if (backward) {
       if (!array("out", *args_.get<ffi::AnyBuffer>(next++), type, {T, N, p_.Hv}, Heads::kSecond, &p_.out))
         return error();
-      if (!array("lse", *args_.get<ffi::AnyBuffer>(next++), ffi::DataType::F32, {T, N}, Heads::kSecond, &p_.lse))
+      if (!array("lse", *args_.get<ffi::AnyBuffer>(next++), ffi::DataType::F32, {T, N, 2}, Heads::kSecond, &p_.lse))
         return error();
       if (!array("dout", *args_.get<ffi::AnyBuffer>(next++), type, {T, N, p_.Hv}, Heads::kSecond, &p_.dout))
         return error();
@@ -136,7 +137,7 @@ class Parser {
       }
     } else {
       if (!array("out", result(0), type, {T, N, p_.Hv}, Heads::kSecond, &p_.out, true)) return error();
-      if (!array("lse", result(1), ffi::DataType::F32, {T, N}, Heads::kSecond, &p_.lse, true)) return error();
+      if (!array("lse", result(1), ffi::DataType::F32, {T, N, 2}, Heads::kSecond, &p_.lse, true)) return error();
     }
     merge_batch_axes();
     if (too_many_axes_)

@@ -84,11 +84,13 @@ struct Problem {
   View bias;  // bias_dtype; row: query, col: key
 
   View out;  // row: query, col: channel
-  View lse;  // float; row: query
+  // float; row: query. Two numbers each: the log-sum-exp, and what was lost when it was rounded. Beside logits of -1e9
+  // the logarithm of the sum is lost whole, and exp(logit - lse) would be wrong by the factor that the row sees keys.
+  View lse;
 
   // Backward only.
   View dout;        // like out
-  View dlse;        // like lse
+  View dlse;        // float; row: query. Of the log-sum-exp
   View dq, dk, dv;  // like q, k, v, but never broadcast along a batch axis
   View dbias;       // bias_dtype, like bias; absent when it was not asked for
 

@@ -7,11 +7,11 @@
 //   dv += p^T dout    dk += dl^T q    dq += dl k    dl = ds * d(softcap) * scale
 //   delta = rowsum(dout * out) - dlse
 //
-// dk and dv of a key tile stay with the piece that owns it. dq of a query tile gets a part from every range of keys, and
-// those parts are added in order afterwards. dbias belongs to the piece too, if nobody else adds to it: so all
-// (batch, key/value head) that share a dbias form one group, which a piece walks in order. Where a dbias is small enough
-// to be copied, groups are also split, and the copies added in order. How the work is cut depends on nothing but shapes
-// and tile maps, so results do not depend on the number of threads.
+// dk and dv of a key tile stay with the piece that owns it. dq of a query tile gets a part from every range of keys,
+// and those parts are added in order afterwards. dbias belongs to the piece too, if nobody else adds to it: so all
+// (batch, key/value head) that share a dbias form one group, which a piece walks in order. Where a dbias is small
+// enough to be copied, groups are also split, and the copies added in order. How the work is cut depends on nothing but
+// shapes and tile maps, so results do not depend on the number of threads.
 #include <limits>
 
 #include "attention.h"
@@ -21,9 +21,9 @@ namespace jax_dma::cpu {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int64_t kEnoughPieces = 16;                     // pieces of work to aim for
-constexpr int64_t kMaxDbiasCopies = int64_t{16} << 20;    // bytes for all copies of dbias, if there is more than one
-constexpr int64_t kMaxQueryParts = int64_t{256} << 20;    // bytes for all parts of dq, if there is more than one
+constexpr int64_t kEnoughPieces = 16;                   // pieces of work to aim for
+constexpr int64_t kMaxDbiasCopies = int64_t{16} << 20;  // bytes for all copies of dbias, if there is more than one
+constexpr int64_t kMaxQueryParts = int64_t{256} << 20;  // bytes for all parts of dq, if there is more than one
 
 // dbias: where its elements go, who shares them, and what is summed where.
 class BiasGradient {
@@ -133,10 +133,23 @@ int64_t query_tile_size(const Problem& p) {
 class BackwardWorker {
  public:
   BackwardWorker(const Problem& p, const BiasGradient& dbias, const float* delta)
-      : p_(p), dbias_(dbias), delta_(delta), h_(round_up(p.H, kPad)), hv_(round_up(p.Hv, kPad)), logits_(p),
-        q_(kTileRows * h_), dout_(kTileRows * hv_), k_(kKeyTile * h_), v_(kKeyTile * hv_), k_transposed_(h_ * kTileStride),
-        v_transposed_(hv_ * kTileStride), x_(kTileRows * kTileStride), dp_(kTileRows * kTileStride),
-        ds_(dbias.wanted() ? kTileRows * kTileStride : 0), dk_(kKeyTile * h_), dv_(kKeyTile * hv_) {}
+      : p_(p),
+        dbias_(dbias),
+        delta_(delta),
+        h_(round_up(p.H, kPad)),
+        hv_(round_up(p.Hv, kPad)),
+        logits_(p),
+        q_(kTileRows * h_),
+        dout_(kTileRows * hv_),
+        k_(kKeyTile * h_),
+        v_(kKeyTile * hv_),
+        k_transposed_(h_ * kTileStride),
+        v_transposed_(hv_ * kTileStride),
+        x_(kTileRows * kTileStride),
+        dp_(kTileRows * kTileStride),
+        ds_(dbias.wanted() ? kTileRows * kTileStride : 0),
+        dk_(kKeyTile * h_),
+        dv_(kKeyTile * hv_) {}
 
   // dk, dv and dbias of a range of keys, and its part of dq.
   void walk(Pair pair, Range key_tiles, int64_t dbias_copy, QueryPart* part) {
@@ -182,7 +195,8 @@ class BackwardWorker {
     const int64_t lse_base = offset_of(p_, p_.lse, pair.batch, pair.kv, 0);
     const float* delta = delta_ + (pair.batch * p_.K + pair.kv) * p_.T * p_.G;
     for_each_row(p_, i, first_row, rows, [&](int r, int64_t query, int g) {
-      row_lse_[r] = static_cast<const float*>(p_.lse.data)[lse_base + query * p_.lse.row + g * p_.lse.group];
+      const float* lse = static_cast<const float*>(p_.lse.data) + lse_base + query * p_.lse.row + g * p_.lse.group;
+      row_lse_[r] = lse[0], row_lse_tail_[r] = lse[1];
       row_delta_[r] = delta[query * p_.G + g];
       if (row_lse_[r] == -kInfinity) {  // 0 * NaN would reach dk and dv
         std::fill_n(q_.get() + r * h_, h_, 0.0f);
@@ -193,9 +207,10 @@ class BackwardWorker {
     const int n = columns.size(), first = columns.first;
     float *x = x_.get() + first, *dp = dp_.get() + first;
     kernel.matmul(rows, n, p_.H, q_.get(), h_, 1, k_transposed_.get() + first, kTileStride, x, kTileStride, false);
-    kernel.matmul(rows, n, p_.Hv, dout_.get(), hv_, 1, v_transposed_.get() + first, kTileStride, dp, kTileStride, false);
-    kernel.gradient(logits_.rows(), rows, logits_.options(), columns, row_lse_, row_delta_, x_.get(), dp_.get(),
-                    ds_.get());
+    kernel.matmul(rows, n, p_.Hv, dout_.get(), hv_, 1, v_transposed_.get() + first, kTileStride, dp, kTileStride,
+                  false);
+    kernel.gradient(logits_.rows(), rows, logits_.options(), columns, row_lse_, row_lse_tail_, row_delta_, x_.get(),
+                    dp_.get(), ds_.get());
     kernel.matmul(n, hv_, rows, x, 1, kTileStride, dout_.get(), hv_, dv_.get() + first * hv_, hv_, true);
     kernel.matmul(n, h_, rows, dp, 1, kTileStride, q_.get(), h_, dk_.get() + first * h_, h_, true);
     kernel.matmul(rows, h_, n, dp, kTileStride, 1, k_.get() + first * h_, h_, dq, h_, add_to_dq);
@@ -241,7 +256,8 @@ class BackwardWorker {
     if (!dbias_.direct() || query_tiles.empty()) return;
     const View& view = p_.dbias;
     const Range keys = keys_of(p_, j);
-    const int64_t end = queries_of(p_, query_tiles.last - 1).last, bytes = (keys.last - keys.first) * size_of(p_.bias_dtype);
+    const int64_t end = queries_of(p_, query_tiles.last - 1).last,
+                  bytes = (keys.last - keys.first) * size_of(p_.bias_dtype);
     for (int g = 0; g < (view.group ? p_.G : 1); ++g) {
       const int64_t base = offset_of(p_, view, pair.batch, pair.kv, g) + keys.first;
       for (int64_t query = queries_of(p_, query_tiles.first).first; query < end; ++query)
@@ -262,7 +278,7 @@ class BackwardWorker {
   const int64_t h_, hv_;  // padded H and Hv
   TileLogits logits_;
   Buffer q_, dout_, k_, v_, k_transposed_, v_transposed_, x_, dp_, ds_, dk_, dv_;
-  float row_lse_[kTileRows], row_delta_[kTileRows];
+  float row_lse_[kTileRows], row_lse_tail_[kTileRows], row_delta_[kTileRows];
 };
 
 // dq of one query tile: the sum of its parts, which the first of them receives, rounded once.

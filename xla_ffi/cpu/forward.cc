@@ -1,7 +1,7 @@
 // Attention, forward: out and lse.
 //
-// One piece of work is a block of up to 128 rows (queries x the heads of a group) of one (batch, key/value head), against
-// its live key tiles in turn:
+// One piece of work is a block of up to 128 rows (queries x the heads of a group) of one (batch, key/value head),
+// against its live key tiles in turn:
 //
 //   x   = q k^T               [rows, 128]   against k transposed once per tile
 //   x   = exp(logits - max)                 online softmax: earlier sums shrink when the maximum grows
@@ -20,8 +20,8 @@ namespace jax_dma::cpu {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int64_t kEnoughPieces = 16;        // pieces of work to aim for
-constexpr int64_t kLeastTilesOfARange = 4;   // shorter key ranges cost more to combine than they save
+constexpr int64_t kEnoughPieces = 16;       // pieces of work to aim for
+constexpr int64_t kLeastTilesOfARange = 4;  // shorter key ranges cost more to combine than they save
 
 struct Widths {
   explicit Widths(const Problem& p) : qk(round_up(p.H, kPad)), v(round_up(p.Hv, kPad)) {}
@@ -38,8 +38,15 @@ struct RowState {
 class ForwardWorker {
  public:
   explicit ForwardWorker(const Problem& p)
-      : p_(p), width_(p), logits_(p), q_(kTileRows * width_.qk), k_(kKeyTile * width_.qk),
-        k_transposed_(width_.qk * kTileStride), v_(kKeyTile * width_.v), x_(kTileRows * kTileStride), out_(kTileRows * width_.v) {}
+      : p_(p),
+        width_(p),
+        logits_(p),
+        q_(kTileRows * width_.qk),
+        k_(kKeyTile * width_.qk),
+        k_transposed_(width_.qk * kTileStride),
+        v_(kKeyTile * width_.v),
+        x_(kTileRows * kTileStride),
+        out_(kTileRows * width_.v) {}
 
   // Rows [first_row, first_row + rows) of a query tile against the live key tiles of a range.
   void attend(Pair pair, int64_t query_tile, int first_row, int rows, Range key_tiles, RowState state) {
@@ -54,8 +61,8 @@ class ForwardWorker {
       load_key_rows(p_, p_.k, pair, key_tile, p_.H, k_.get());
       load_key_rows(p_, p_.v, pair, key_tile, p_.Hv, v_.get());
       kernel.transpose(k_.get(), width_.qk, kKeyTile, width_.qk, k_transposed_.get(), kTileStride);
-      kernel.matmul(rows, columns.size(), p_.H, q_.get(), width_.qk, 1, k_transposed_.get() + columns.first, kTileStride,
-                    x_.get() + columns.first, kTileStride, false);
+      kernel.matmul(rows, columns.size(), p_.H, q_.get(), width_.qk, 1, k_transposed_.get() + columns.first,
+                    kTileStride, x_.get() + columns.first, kTileStride, false);
       kernel.softmax(logits_.rows(), rows, logits_.options(), columns, x_.get(), state.max, state.sum, state.out,
                      width_.v);
       kernel.matmul(rows, width_.v, columns.size(), x_.get() + columns.first, kTileStride, 1,
@@ -71,9 +78,11 @@ class ForwardWorker {
       const bool sees_nothing = state.sum[r] == 0;  // the greatest logit alone adds 1
       if (sees_nothing) std::fill_n(row, width_.v, 0.0f);
       else kernels().scale(1.0f / state.sum[r], width_.v, row);
-      kernels().narrow(p_.dtype, row, p_.Hv, element(p_.out, p_.dtype, out_base + query * p_.out.row + g * p_.out.group));
-      static_cast<float*>(p_.lse.data)[lse_base + query * p_.lse.row + g * p_.lse.group] =
-          sees_nothing ? -kInfinity : state.max[r] + std::log(state.sum[r]);
+      kernels().narrow(p_.dtype, row, p_.Hv,
+                       element(p_.out, p_.dtype, out_base + query * p_.out.row + g * p_.out.group));
+      const float log_sum = std::log(state.sum[r]), total = sees_nothing ? -kInfinity : state.max[r] + log_sum;
+      float* const lse = static_cast<float*>(p_.lse.data) + lse_base + query * p_.lse.row + g * p_.lse.group;
+      lse[0] = total, lse[1] = sees_nothing ? 0.0f : (state.max[r] - total) + log_sum;
     });
   }
 
@@ -116,10 +125,12 @@ void forward(const Problem& p, const Pool& pool) {
     const Range queries = queries_of(p, query_tile);
     const int64_t first_row = row_block * kTileRows;
     const int64_t rows = std::min<int64_t>(kTileRows, (queries.last - queries.first) * p.G - first_row);
-    if (rows > 0) visit(pair_at(p, rest / p.query_tiles), query_tile, static_cast<int>(first_row), static_cast<int>(rows));
+    if (rows > 0)
+      visit(pair_at(p, rest / p.query_tiles), query_tile, static_cast<int>(first_row), static_cast<int>(rows));
   };
 
-  const int64_t ranges = std::max<int64_t>(1, std::min(ceil_div(kEnoughPieces, blocks), p.key_tiles / kLeastTilesOfARange));
+  const int64_t ranges =
+      std::max<int64_t>(1, std::min(ceil_div(kEnoughPieces, blocks), p.key_tiles / kLeastTilesOfARange));
   if (ranges == 1) {
     parallel_for(pool, blocks, [&]() -> Worker {
       auto worker = std::make_shared<ForwardWorker>(p);

@@ -35,16 +35,10 @@ ffi::Error run_backward(ffi::ThreadPool threads, Config config, ffi::RemainingAr
 }  // namespace
 }  // namespace jax_dma::cpu
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_dma_cpu_forward, jax_dma::cpu::run_forward,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Attr<jax_dma::Config>("config")
-                                  .RemainingArgs()
-                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jax_dma_cpu_forward, jax_dma::cpu::run_forward,
+    xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().Attr<jax_dma::Config>("config").RemainingArgs().RemainingRets());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_dma_cpu_backward, jax_dma::cpu::run_backward,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Attr<jax_dma::Config>("config")
-                                  .RemainingArgs()
-                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jax_dma_cpu_backward, jax_dma::cpu::run_backward,
+    xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().Attr<jax_dma::Config>("config").RemainingArgs().RemainingRets());

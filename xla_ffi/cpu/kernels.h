@@ -17,11 +17,12 @@ constexpr int kTileStride = kKeyTile + kPad;
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// How the products q.k of one row become logits. Arrays are indexed by the column of the key tile; absent ones are null.
+// How the products q.k of one row become logits. Arrays are indexed by the column of the key tile; absent ones are
+// null.
 struct LogitsRow {
-  const float* bias;        // kKeyTile long
-  const uint32_t* words;    // 4 words, a 1 bit is visible
-  const int32_t* start;     // visible where start <= query < end
+  const float* bias;      // kKeyTile long
+  const uint32_t* words;  // 4 words, a 1 bit is visible
+  const int32_t* start;   // visible where start <= query < end
   const int32_t* end;
   int32_t query;
   int32_t visible_columns;  // columns from here on are hidden (causal, or past S); kKeyTile: none
@@ -50,15 +51,16 @@ struct Kernels {
   void (*transpose)(const float* source, int64_t ld_source, int64_t rows, int64_t columns, float* target,
                     int64_t ld_target);
 
-  // One step of the online softmax. x [rows, kTileStride] holds q.k and receives exp(logits - row_max); row_max, row_sum
-  // and out [rows, out_width] are brought to the new maximum.
+  // One step of the online softmax. x [rows, kTileStride] holds q.k and receives exp(logits - row_max); row_max,
+  // row_sum and out [rows, out_width] are brought to the new maximum.
   void (*softmax)(const LogitsRow* rows, int64_t count, const LogitsOptions& options, Columns columns, float* x,
                   float* row_max, float* row_sum, float* out, int64_t out_width);
 
-  // x holds q.k and receives the probabilities; dp holds dout.v and receives the gradient of q.k; ds, where not null,
-  // receives the gradient of the logits after softcap, which is the gradient of the bias. All [rows, kTileStride].
+  // lse + lse_tail: see common/problem.h. x holds q.k and receives the probabilities; dp holds dout.v and receives the
+  // gradient of q.k; ds, where not null, receives the gradient of the logits after softcap, which is the gradient of
+  // the bias. All [rows, kTileStride].
   void (*gradient)(const LogitsRow* rows, int64_t count, const LogitsOptions& options, Columns columns,
-                   const float* lse, const float* delta, float* x, float* dp, float* ds);
+                   const float* lse, const float* lse_tail, const float* delta, float* x, float* dp, float* ds);
 
   void (*add)(const float* source, int64_t n, float* target);
   void (*scale)(float factor, int64_t n, float* target);

@@ -48,8 +48,8 @@ using Worker = std::function<void(int64_t index)>;
 // Calls a worker for every index in [0, count), each exactly once, in ascending order of starting. `make_worker` is
 // called once on each thread that takes part, to give it scratch memory of its own. Rethrows the first exception.
 //
-// The caller may itself be a pool thread, and a scheduled helper may run late or never, so nothing waits for a helper to
-// start: all threads pull indices from one counter, the caller among them, and at the end the caller waits only for
+// The caller may itself be a pool thread, and a scheduled helper may run late or never, so nothing waits for a helper
+// to start: all threads pull indices from one counter, the caller among them, and at the end the caller waits only for
 // indices that a running helper has pulled. A helper that comes late finds none left and touches only the shared state.
 inline void parallel_for(const Pool& pool, int64_t count, const std::function<Worker()>& make_worker) {
   struct State {

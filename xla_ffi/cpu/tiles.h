@@ -61,7 +61,8 @@ inline Range keys_of(const Problem& p, int64_t key_tile) {
   return {key_tile * kKeyTile, std::min(p.S, (key_tile + 1) * kKeyTile)};
 }
 
-// A query tile is worked on kTileRows rows at a time; only a group of more than kTileRows heads needs more than one step.
+// A query tile is worked on kTileRows rows at a time; only a group of more than kTileRows heads needs more than one
+// step.
 template <class Visit>
 void for_each_row_block(const Problem& p, int64_t query_tile, Visit visit) {
   const Range queries = queries_of(p, query_tile);
@@ -81,8 +82,8 @@ void for_each_row(const Problem& p, int64_t query_tile, int first_row, int rows,
   }
 }
 
-// The tiles of one (batch, key/value head) that may hold a visible position: the ones that the dense mask's bitmaps, the
-// bounds of the intervals and the causal rule all admit. Such a tile is full where all of them call it so.
+// The tiles of one (batch, key/value head) that may hold a visible position: the ones that the dense mask's bitmaps,
+// the bounds of the intervals and the causal rule all admit. Such a tile is full where all of them call it so.
 class LiveTiles {
  public:
   LiveTiles(const Problem& p, Pair pair) : p_(p) {
@@ -99,7 +100,8 @@ class LiveTiles {
     for (int64_t j = among.first; j < among.last; ++j) {
       bool full = true;
       if (by_query_) {
-        const uint32_t* words = by_query_ + query_tile * p_.tiles_by_query.row + j / kTilesPerWord * p_.tiles_by_query.col;
+        const uint32_t* words =
+            by_query_ + query_tile * p_.tiles_by_query.row + j / kTilesPerWord * p_.tiles_by_query.col;
         if (*words == 0) {
           j |= kTilesPerWord - 1;
           continue;
@@ -220,8 +222,8 @@ class TileLogits {
     starts_.resize(heads), stops_.resize(heads);
     for (int64_t g = 0; g < heads; ++g) {
       const auto at = [&](const View& view, int32_t* padded) {
-        const int32_t* from = static_cast<const int32_t*>(view.data) + offset_of(p_, view, pair.batch, pair.kv, g) +
-                              keys.first;
+        const int32_t* from =
+            static_cast<const int32_t*>(view.data) + offset_of(p_, view, pair.batch, pair.kv, g) + keys.first;
         if (count == kKeyTile) return from;
         std::fill(std::copy(from, from + count, padded), padded + kKeyTile, 0);
         return static_cast<const int32_t*>(padded);
@@ -231,7 +233,8 @@ class TileLogits {
     }
   }
 
-  // Drops columns at either end of the tile that no query of the tile sees: the edges of a window cross few tiles whole.
+  // Drops columns at either end of the tile that no query of the tile sees: the edges of a window cross few tiles
+  // whole.
   void trim_to_intervals(Range queries) {
     const auto seen = [&](int column) {
       for (size_t g = 0; g < starts_.size(); ++g)
@@ -255,7 +258,8 @@ class TileLogits {
     // Rows that share their bias share the copy.
     if (r > 0 && p_.bias.group == 0 && (g > 0 || p_.bias.row == 0)) return rows_[r - 1].bias;
     if (r >= p_.G && p_.bias.row == 0) return rows_[r - p_.G].bias;
-    const int64_t offset = offset_of(p_, p_.bias, pair.batch, pair.kv, g) + query * p_.bias.row + keys.first * p_.bias.col;
+    const int64_t offset =
+        offset_of(p_, p_.bias, pair.batch, pair.kv, g) + query * p_.bias.row + keys.first * p_.bias.col;
     const char* from = element(p_.bias, p_.bias_dtype, offset);
     const int64_t count = keys.last - keys.first;
     if (p_.bias_dtype == DType::kF32 && p_.bias.col && count == kKeyTile) return reinterpret_cast<const float*>(from);
@@ -277,9 +281,9 @@ class TileLogits {
   Columns columns_{};
   LogitsRow rows_[kTileRows];
   uint32_t words_[kTileRows][kWords];
-  Buffer bias_;                                  // [kTileRows, kKeyTile]
-  std::vector<int32_t> ends_;                    // [heads, 2, kKeyTile]
-  std::vector<const int32_t*> starts_, stops_;   // per head of the group, or one for all
+  Buffer bias_;                                 // [kTileRows, kKeyTile]
+  std::vector<int32_t> ends_;                   // [heads, 2, kKeyTile]
+  std::vector<const int32_t*> starts_, stops_;  // per head of the group, or one for all
 };
 
 // Rows of an operand shaped like q or out: target [rows, padded width].
@@ -293,7 +297,8 @@ inline void load_query_rows(const Problem& p, const View& view, Pair pair, int64
 }
 
 // A tile of k or v: target [kKeyTile, padded width], zero past S.
-inline void load_key_rows(const Problem& p, const View& view, Pair pair, int64_t key_tile, int64_t width, float* target) {
+inline void load_key_rows(const Problem& p, const View& view, Pair pair, int64_t key_tile, int64_t width,
+                          float* target) {
   const Range keys = keys_of(p, key_tile);
   const int64_t padded = round_up(width, kPad), base = offset_of(p, view, pair.batch, pair.kv, 0);
   for (int64_t s = keys.first; s < keys.last; ++s, target += padded)

@@ -105,4 +105,24 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   }
 }
 
+// 16 bytes in shared memory.
+__device__ __forceinline__ void store_shared(uint32_t address, uint4 value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+template <class T>
+__device__ __forceinline__ void scale_shared(uint32_t address, float factor) {
+  uint4 pairs;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(pairs.x), "=r"(pairs.y), "=r"(pairs.z), "=r"(pairs.w)
+               : "r"(address)
+               : "memory");
+  const auto scaled = [factor](uint32_t pair) {
+    const float2 values = unpack<T>(pair);
+    return pack<T>(values.x * factor, values.y * factor);
+  };
+  store_shared(address, make_uint4(scaled(pairs.x), scaled(pairs.y), scaled(pairs.z), scaled(pairs.w)));
+}
+
 }  // namespace jax_dma::ptx

@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
     const int this_tile = tile, t0 = tile * queries;
     const bool tile_full = live.tile_full;
     const uint32_t q_tile = q_tiles + stage * Shape::kQBytes, dout_tile = dout_tiles + stage * Shape::kQBytes;
-    const float2* const row_stat = stats + stage * kRows;
+    float2* const row_stat = stats + stage * kRows;
     ptx::copy_async_wait<0>();
     __syncthreads();  // the tile is there; the previous one's p and ds have been read
     tile = next_tile(live);
@@ -369,12 +369,15 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
     if (special) {
       // Whatever the cotangents of a row that sees nothing hold must not reach the products, in which 0 * NaN is NaN.
       for (int i = threadIdx.x; i < kRows * (kHeadDim / 8); i += kThreads) {
-        const int r = i / (kHeadDim / 8);
-        if (row_stat[r].x == INFINITY)
-          asm volatile(
-              "st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(chunk_address<kRows>(dout_tile, r, i % (kHeadDim / 8))),
-              "r"(0)
-              : "memory");
+        const int r = i / (kHeadDim / 8), c = i % (kHeadDim / 8);
+        const float lse = row_stat[r].x;
+        if (lse == INFINITY) {
+          ptx::store_shared(chunk_address<kRows>(dout_tile, r, c), make_uint4(0, 0, 0, 0));
+        } else if (kBias != Bias::kNone && fabsf(lse) > kLarge) {
+          const float factor = operands.weight_factor(p, t0 + table.query(r), table.head(r));
+          ptx::scale_shared<T>(chunk_address<kRows>(dout_tile, r, c), factor);
+          if (c == 0) row_stat[r].y *= factor;
+        }
       }
       __syncthreads();
     }

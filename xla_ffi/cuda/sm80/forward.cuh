@@ -43,7 +43,8 @@ struct ForwardShape {
 
 template <class T, int kHeadDim, class MaskKind, class BiasKind>
 __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
-    jax_dma_sm80_forward(const __grid_constant__ Problem p, const __grid_constant__ TileOrder order, bool bias_aligned) {
+    jax_dma_sm80_forward(const __grid_constant__ Problem p, const __grid_constant__ TileOrder order,
+                         bool bias_aligned) {
   using Shape = ForwardShape<kHeadDim>;
   constexpr Mask kMask = MaskKind::kind;
   constexpr Bias kBias = BiasKind::kind;
@@ -254,8 +255,8 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
             ptx::pack<T>(o[i / 2][n][2 * (i % 2)] * inverse, o[i / 2][n][2 * (i % 2) + 1] * inverse);
     }
     if (lane % 4 == 0)
-      lse[t * p.lse.row + rows.head(i) * p.lse.group] =
-          total == 0.0f ? -INFINITY : m[i] * (scaled_late ? p.scale : 1.0f) + logf(total);
+      *reinterpret_cast<float2*>(lse + t * p.lse.row + rows.head(i) * p.lse.group) =
+          log_sum_exp(m[i] * (scaled_late ? p.scale : 1.0f), total);
   }
 }
 

@@ -58,8 +58,9 @@ cudaError_t launch_backward_shape(const Problem& p, const BackwardBuffers& buffe
         using MaskKind =
             std::conditional_t<kSmall, dense_mask, decltype(mask)>;  // small shapes are compiled once for all masks
         return launch(jax_dma_sm80_backward<T, kHeadDim, kSmall, MaskKind, decltype(bias)>,
-                      int64_t{parts_per_launch} * heads_per_launch, Shape::kThreads, Shape::shared_bytes(p, ahead), stream,
-                      p, scratch, dbias_mode_of(p), bias_is_aligned(p, p.bias), bias_is_aligned(p, p.dbias), ahead);
+                      int64_t{parts_per_launch} * heads_per_launch, Shape::kThreads, Shape::shared_bytes(p, ahead),
+                      stream, p, scratch, dbias_mode_of(p), bias_is_aligned(p, p.bias), bias_is_aligned(p, p.dbias),
+                      ahead);
       });
   if (error == cudaSuccess && rows > 0)
     error = launch(jax_dma_sm80_reorder_dq<T, kHeadDim, kSmall>, ceil_div(rows * (kHeadDim / 4), kThreads), kThreads, 0,

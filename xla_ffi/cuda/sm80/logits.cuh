@@ -42,8 +42,18 @@ struct tile_bias {
   static constexpr Bias kind = Bias::kTile;
 };
 
-// Beyond this a logit times log2(e) is rounded too coarsely, or overflows, to be subtracted after the multiplication.
-constexpr float kLarge = 1 << 20;
+// Beyond this a logit times log2(e) is rounded too coarsely, or overflows, to be subtracted after the multiplication,
+// and a log-sum-exp to be subtracted as one number.
+constexpr float kLarge = 1 << 12;
+
+// Of a row whose exp(logit - reference) sum to total: what Problem::lse holds.
+__device__ __forceinline__ float2 log_sum_exp(float reference, float total) {
+  if (total == 0.0f) return make_float2(-INFINITY, 0.0f);
+  // Rounded down, the backward pass begins with weights that are too large, not too small for float16, but never
+  // above 1.
+  const float log_total = logf(total), lse = __fadd_rd(reference, log_total);
+  return make_float2(lse, (reference - lse) + log_total);
+}
 
 // A logit this low is hidden: see kHideBelow. What is added to the bias cannot move it across: it is under 1e22.
 __device__ __forceinline__ bool is_hidden(float logit) { return logit <= kHideBelow; }
@@ -85,6 +95,7 @@ struct BlockOperands {
   const char* bias;
   char* dbias;
   int64_t dbias_offset;
+  const float* lse;
 
   __device__ void fill(const Problem& p, int64_t batch, int64_t kv_head) {
     const auto at = [&](const View& view) { return offset_of(p, view, batch, kv_head, 0); };
@@ -100,6 +111,12 @@ struct BlockOperands {
     bias = static_cast<const char*>(p.bias.data) + at(p.bias) * bytes;
     dbias_offset = at(p.dbias);
     dbias = static_cast<char*>(p.dbias.data) + dbias_offset * bytes;
+    lse = static_cast<const float*>(p.lse.data) + at(p.lse);
+  }
+  // exp(logit - lse) times this is a row's weight. (All of a row's gradients are linear in dout and delta, so that
+  // these can take the factor in its place.)
+  __device__ float weight_factor(const Problem& p, int t, int head) const {
+    return ptx::exp2(-kLog2e * lse[t * p.lse.row + head * p.lse.group + 1]);
   }
   __device__ static int bias_bytes(const Problem& p) { return p.bias_dtype == DType::kF32 ? 4 : 2; }
 };

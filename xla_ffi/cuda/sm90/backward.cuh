@@ -835,7 +835,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Waits for dout of a tile. Whether it has rows that see nothing or are padding, or rows of very large logits: they
   // need care that others are spared.
   const auto prepare = [&](int stage, int parity) {
-    const float* const lse = stats + stage * 2 * kRows;
+    float* const lse = stats + stage * 2 * kRows;
     const uint32_t dout_tile = dout_tiles + stage * Shape::kQBytes;
     bool special = false;
 #pragma unroll
@@ -848,11 +848,15 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
       for (int j = threadIdx.x - 128; j < kRows * 8 * kPanels; j += kConsumers) {
         const int panel = j / (kRows * 8), r = j / 8 % kRows;
-        if (lse[r] == INFINITY)
-          asm volatile(
-              "st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(dout_tile + panel * kQPanel + r * 128 + j % 8 * 16),
-              "r"(0)
-              : "memory");
+        const uint32_t chunk = dout_tile + panel * kQPanel + r * 128 + j % 8 * 16;
+        if (lse[r] == INFINITY) {
+          ptx::store_shared(chunk, make_uint4(0, 0, 0, 0));
+        } else if (kBias != Bias::kNone && fabsf(lse[r]) > kLarge) {
+          const int t = shared.info[stage].tile * queries + shared.rows.query(r);
+          const float factor = operands.weight_factor(p, t, shared.rows.head(r));
+          ptx::scale_shared<T>(chunk, factor);
+          if (panel == 0 && j % 8 == 0) lse[kRows + r] *= factor;
+        }
       }
       fence_async_proxy();
       named_sync(4, kConsumers);

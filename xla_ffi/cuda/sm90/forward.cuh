@@ -31,7 +31,7 @@ namespace jax_dma::sm90 {
 // The kinds are shared with the sm_80 class, and so are the steps on logits that do not depend on how a tile is split.
 using sm80::Bias, sm80::Mask;
 using sm80::dense_mask, sm80::interval_mask, sm80::key_bias, sm80::no_bias, sm80::no_mask, sm80::tile_bias;
-using sm80::is_hidden, sm80::kLarge;
+using sm80::is_hidden, sm80::kLarge, sm80::log_sum_exp;
 
 constexpr int kStages = 2;  // of every ring: part i of a block's work lies in stage i % 2
 constexpr int kMaxQueryStages = 2;
@@ -88,7 +88,7 @@ struct ForwardPlan {
   int side_at, side_stage, barriers_at;
   bool bias_by_tma;
   bool q_batch, k_batch, v_batch, bias_batch;  // whether the map's batch axis is the batch entry, or 0
-  float* partial;  // where there are splits: their outputs [splits, B, K, G, T, Hv], then their lse
+  float* partial;  // where there are splits: their outputs [splits, B, K, G, T, Hv], then their lse [.., 2]
 };
 
 // The tile of a block's round. Every other round runs backwards, so that all blocks get much the same number of keys.
@@ -882,8 +882,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
       const int t = t0 + rows.query(i);
       const bool inside = rows.query(i) < plan.queries && t < p.T;
       const float inverse = total > 0.0f ? 1.0f / total : total == 0.0f ? 0.0f : total;  // NaN stays NaN
-      const float row_lse =
-          total == 0.0f ? -INFINITY : soft.reference[i] * (scaled_late ? p.scale : 1.0f) + logf(total);
+      const float2 row_lse = log_sum_exp(soft.reference[i] * (scaled_late ? p.scale : 1.0f), total);
       if (plan.splits > 1) {
         const int64_t row = (int64_t{item.batch * p.K + item.kv_head} * p.G + rows.head(i)) * p.T + t;
         const int64_t count = p.B * p.N * p.T, at = item.split * count + row;
@@ -895,7 +894,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
               *reinterpret_cast<float2*>(plan.partial + at * p.Hv + c) =
                   make_float2(o[n][2 * i] * inverse, o[n][2 * i + 1] * inverse);
           }
-          if (lane % 4 == 0) plan.partial[plan.splits * count * p.Hv + at] = row_lse;
+          if (lane % 4 == 0) reinterpret_cast<float2*>(plan.partial + plan.splits * count * p.Hv)[at] = row_lse;
         }
         continue;
       }
@@ -910,7 +909,8 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
         if (inside && c < p.Hv)
           *reinterpret_cast<uint4*>(target + c) = make_uint4(words[0], words[1], words[2], words[3]);
       }
-      if (inside && lane % 4 == 0) lse[t * p.lse.row + rows.head(i) * p.lse.group] = row_lse;
+      if (inside && lane % 4 == 0)
+        *reinterpret_cast<float2*>(lse + t * p.lse.row + rows.head(i) * p.lse.group) = row_lse;
     }
   }
 }
@@ -922,16 +922,17 @@ __global__ void __launch_bounds__(128)
   const int64_t rows = p.B * p.N * p.T, row = blockIdx.x * int64_t{4} + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (row >= rows) return;
-  const float* const lses = partial + splits * rows * p.Hv + row;
+  const float2* const lses = reinterpret_cast<const float2*>(partial + splits * rows * p.Hv) + row;
   float peak = -INFINITY, total = 0.0f;
-  for (int s = lane; s < splits; s += 32) peak = fmaxf(peak, lses[s * rows]);
+  for (int s = lane; s < splits; s += 32) peak = fmaxf(peak, lses[s * rows].x);
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, distance));
   const float reference = peak == -INFINITY ? 0.0f : peak;
   float2 sum[4] = {};
 #pragma unroll 4
   for (int s = 0; s < splits; ++s) {
-    const float weight = ptx::exp2((lses[s * rows] - reference) * kLog2e);
+    const float2 lse = lses[s * rows];
+    const float weight = ptx::exp2((lse.x - reference + lse.y) * kLog2e);
     total += weight;
     const float* const source = partial + (s * rows + row) * p.Hv;
 #pragma unroll
@@ -953,8 +954,8 @@ __global__ void __launch_bounds__(128)
     if (c < p.Hv) *reinterpret_cast<uint32_t*>(out + c) = ptx::pack<T>(sum[j].x * inverse, sum[j].y * inverse);
   }
   if (lane == 0)
-    static_cast<float*>(p.lse.data)[offset_of(p, p.lse, batch, kv_head, g) + t * p.lse.row] =
-        total == 0.0f ? -INFINITY : reference + logf(total);
+    *reinterpret_cast<float2*>(static_cast<float*>(p.lse.data) + offset_of(p, p.lse, batch, kv_head, g) +
+                               t * p.lse.row) = log_sum_exp(reference, total);
 }
 
 }  // namespace jax_dma::sm90

@@ -6,7 +6,7 @@
 
 namespace jax_dma::sm90 {
 
-// f32, [splits, B, N, T, Hv + 1]: 264 / (query tiles * B * K) splits are the most that are of use on 132 processors,
+// f32, [splits, B, N, T, Hv + 2]: 264 / (query tiles * B * K) splits are the most that are of use on 132 processors,
 // and no more than key tiles / 8. Less, or none, is allowed.
 struct ForwardScratch {
   float* data = nullptr;

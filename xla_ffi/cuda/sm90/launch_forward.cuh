@@ -35,7 +35,7 @@ inline bool encode_forward_maps(const Problem& p, Bias bias_kind, int keys, int 
 // fit in the scratch.
 constexpr int kFewestKeyTiles = 8;  // of a split
 inline int choose_splits(const Problem& p, int64_t tiles, int blocks, int64_t scratch_floats) {
-  const int64_t a_split = p.B * p.N * p.T * (p.Hv + 1);
+  const int64_t a_split = p.B * p.N * p.T * (p.Hv + 2);
   const int64_t most = std::min<int64_t>({scratch_floats / a_split, p.key_tiles / kFewestKeyTiles, 2 * blocks / tiles});
   int best = 1;
   double best_use = 0;
