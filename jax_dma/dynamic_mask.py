@@ -84,6 +84,7 @@ class DynamicMaskAttention(nnx.Module):
         num_kv_heads=None,
         head_dim=None,
         score="exp",
+        recency=None,
         rotary=None,
         norm_epsilon=None,
         use_bias=False,
@@ -102,6 +103,9 @@ class DynamicMaskAttention(nnx.Module):
           num_kv_heads: K, default N; N is a multiple of it.
           head_dim: H, default ``in_features // num_heads``.
           score: "exp" as published, or "linear", which cannot overflow.
+          recency: K numbers, for each head by how much a key goes before one that is a token older, in the choice of
+            keys alone: neither scores nor logits have it. With a large one a head sees the last ``window`` keys, with 0
+            age does not count. None: in no head.
           rotary: a function of (x ``[*batch, T, heads, H]``, positions ``[*batch|1, T]`` or ``[T]``) that is applied to
             queries and keys, for example :func:`jax_dma.flax.rotary`; None for no position embedding.
           norm_epsilon: normalise queries and keys, with this epsilon; None: do not. Doge does.
@@ -122,7 +126,10 @@ class DynamicMaskAttention(nnx.Module):
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {N} and {K}")
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
+        if recency is not None and len(recency) != K:
+            raise ValueError(f"recency must be a number for each of the {K} key/value heads, got {recency!r}")
         H = in_features // N if head_dim is None else head_dim
+        self.recency = None if recency is None else tuple(map(float, recency))
         self.num_heads, self.num_kv_heads, self.head_dim, self.window = N, K, H, window
         self.score_function, self.rotary, self.implementation, self.dtype = score, rotary, implementation, dtype
         linear = functools.partial(
@@ -164,14 +171,14 @@ class DynamicMaskAttention(nnx.Module):
             if self.window >= T and valid is None and segment_ids is None:
                 out = attend(q, k, v, None, score[..., None, :], is_causal=True)
             else:
-                kept = masks.top_k(score, self.window, valid=valid, segment_ids=segment_ids)
+                kept = masks.top_k(self._ranks(score, jnp.arange(T)), self.window, valid=valid, segment_ids=segment_ids)
                 out = attend(q, k, v, kept, score[..., None, :])
         elif segment_ids is not None:
             raise ValueError(
                 "segment_ids cannot be combined with a cache: decode each sequence as an entry of the batch"
             )
         elif T == 1:
-            cache = _insert(cache, k, v, score, valid)
+            cache = _insert(cache, k, v, score, valid, self._ranks)
             filled = (cache.position >= 0).astype(jnp.int32)
             seen = masks.KeyIntervals(jnp.zeros_like(filled), filled)
             k, v = cache.key.astype(q.dtype), cache.value.astype(q.dtype)
@@ -179,8 +186,9 @@ class DynamicMaskAttention(nnx.Module):
         else:
             k, v, score, position, valid = _append(cache, k, v, score, valid)
             slots = cache.position.shape[-1]
-            out = attend(q, k, v, masks.top_k(score, slots, T, valid=valid), score[..., None, :])
-            cache = _keep(k, v, score, position, valid, cache)
+            ranks = self._ranks(score, position)
+            out = attend(q, k, v, masks.top_k(ranks, slots, T, valid=valid), score[..., None, :])
+            cache = _keep(k, v, score, ranks, position, valid, cache)
         out = self.out(out.reshape(*out.shape[:-2], -1))
         return out if cache is None else (out, cache)
 
@@ -188,6 +196,10 @@ class DynamicMaskAttention(nnx.Module):
         """float32 ``[*batch, K, T]`` for values ``[*batch, T, K, H]``."""
         steps = nnx.softplus(self.score(v.reshape(*v.shape[:-2], -1)))
         return jnp.swapaxes(_SCORES[self.score_function](self.A[...].astype(jnp.float32) * steps), -1, -2)
+
+    def _ranks(self, score, position):
+        """What keys are chosen by. Each position counts from the first token, so that no rank changes with time."""
+        return score if self.recency is None else score + jnp.array(self.recency, jnp.float32)[:, None] * position
 
     def empty_cache(self, *batch, max_length=None, dtype=None):
         """A :class:`DynamicMaskCache` without any token.
@@ -206,13 +218,13 @@ class DynamicMaskAttention(nnx.Module):
         return DynamicMaskCache(array(), array(), score, jnp.full(score.shape, -1, jnp.int32), jnp.int32(0))
 
 
-def _insert(cache, key, value, score, valid):
+def _insert(cache, key, value, score, valid, ranks):
     """The cache with one more token, if the keys that it competes with let it in."""
-    order = jnp.where(cache.position >= 0, _ordered_bits(cache.score)[0], 0)
+    order = jnp.where(cache.position >= 0, _ordered_bits(ranks(cache.score, cache.position))[0], 0)
     lowest = order.min(-1, keepdims=True)
-    # Of the lowest-scored keys the latest leaves, as ties are kept by age.
+    # Of the lowest-ranked keys the latest leaves, as ties are kept by age.
     slot = jnp.argmax(jnp.where(order == lowest, cache.position, -2), -1)
-    enters = _ordered_bits(score)[0] > lowest
+    enters = _ordered_bits(ranks(score, cache.length))[0] > lowest
     if valid is not None:
         enters = enters & valid[..., None, :]
     slot = jnp.where(enters[..., 0], slot, order.shape[-1])  # past the end: not written
@@ -245,10 +257,10 @@ def _append(cache, key, value, score, valid):
     return key, value, jnp.concatenate([old, score], -1), position, jnp.concatenate([filled, valid], -1)
 
 
-def _keep(key, value, score, position, valid, cache):
+def _keep(key, value, score, ranks, position, valid, cache):
     """The cache of those tokens that are kept."""
     slots = cache.position.shape[-1]
-    order = jnp.where(valid[..., None, :], _ordered_bits(score)[0], 0)
+    order = jnp.where(valid[..., None, :], _ordered_bits(ranks)[0], 0)
     order, chosen = jax.lax.top_k(order, slots)  # ties: the lower index
     take = lambda x: jnp.take_along_axis(x, jnp.swapaxes(chosen, -1, -2)[..., None], axis=-3)
     score, position = (jnp.take_along_axis(x, chosen, axis=-1) for x in (score, position))

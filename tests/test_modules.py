@@ -36,6 +36,8 @@ def by_definition(layer, x, valid=None, window=WINDOW):
     score = jnp.swapaxes(steps * layer.A[...], -1, -2)
     score = jnp.exp(score) if layer.score_function == "exp" else score
     seen, numbers = np.zeros((*score.shape[:-1], T, T), bool), np.asarray(score)
+    if layer.recency is not None:
+        numbers = numbers + np.array(layer.recency)[:, None] * np.arange(T)
     allowed = np.ones((*x.shape[:-2], T), bool) if valid is None else np.asarray(valid)
     for *at, t in np.ndindex(*score.shape[:-1], T):
         keys = [s for s in range(t + 1) if allowed[(*at[:-1], s)]]
@@ -45,11 +47,22 @@ def by_definition(layer, x, valid=None, window=WINDOW):
     return layer.out(out.reshape(*x.shape[:-1], -1))
 
 
-@pytest.mark.parametrize("score", ["exp", "linear"])
+@pytest.mark.parametrize("score, recency", [("exp", None), ("linear", None), ("linear", (0.1, 0.0))])
 @pytest.mark.parametrize("batch", [(), (2,), (2, 1)])
-def test_the_formula(score, batch):
-    layer, x = module(score=score), inputs(17, batch)
+def test_the_formula(score, recency, batch):
+    layer, x = module(score=score, recency=recency), inputs(17, batch)
     np.testing.assert_allclose(layer(x), by_definition(layer, x), rtol=1e-5, atol=1e-5)
+
+
+def test_recency():
+    """Large enough, it makes a window of the last keys; the bias does not have it."""
+    layer, x = module(recency=(100.0, 100.0)), inputs(17)
+    valid = jnp.ones((2, 17), bool)
+    last = by_definition(layer, x)
+    np.testing.assert_allclose(layer(x), last, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(layer(x[:, :WINDOW]), module()(x[:, :WINDOW]), rtol=1e-5, atol=1e-5)
+    later = layer(x, valid=valid.at[:, 0].set(False))  # the first token is seen by the first queries only
+    np.testing.assert_allclose(later[:, WINDOW:], last[:, WINDOW:], rtol=1e-5, atol=1e-5)
 
 
 def test_padding_and_segments():
@@ -101,10 +114,9 @@ def decode(layer, x, cache, valid=None):
     return jnp.moveaxis(out, 0, -2), cache
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("batch", [(), (2,)])
-def test_decoding_is_the_full_pass(batch, padded):
-    layer, x = module(), inputs(30, batch)
+@pytest.mark.parametrize("batch, padded, recency", [((), False, None), ((2,), True, None), ((2,), True, (0.1, 2.0))])
+def test_decoding_is_the_full_pass(batch, padded, recency):
+    layer, x = module(recency=recency), inputs(30, batch)
     valid = jnp.asarray(np.random.default_rng(2).random(x.shape[:-1]) < 0.7) if padded else None
     out, cache = decode(layer, x, layer.empty_cache(*batch), valid)
     np.testing.assert_allclose(out, layer(x, valid=valid), rtol=1e-4, atol=1e-5)
@@ -114,7 +126,7 @@ def test_decoding_is_the_full_pass(batch, padded):
 @pytest.mark.parametrize("parts", [(3, 27), (12, 1, 1, 16)])
 def test_a_prompt_in_parts(parts):
     """Prefill of any length, then more, token by token or in chunks."""
-    layer, x = module(), inputs(30)
+    layer, x = module(recency=(0.0, 0.1)), inputs(30)
     valid = jnp.asarray(np.random.default_rng(3).random((2, 30)) < 0.8)
     cache, outs, at = layer.empty_cache(2), [], 0
     for length in parts:
@@ -195,6 +207,7 @@ def test_rotary_depends_on_the_distance_alone():
         (dict(num_kv_heads=3), "multiple of num_kv_heads"),
         (dict(num_heads=5), "name head_dim"),
         (dict(window=0), "window must be at least 1"),
+        (dict(recency=[0.1] * 3), "a number for each of the 4 key/value heads"),
     ],
 )
 def test_errors(options, text):
