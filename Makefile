@@ -24,16 +24,18 @@ NATIVE := CMakeLists.txt pyproject.toml $(shell find cmake xla_ffi -type f)
 SETTINGS := $(JAX) gpu=$(GPU) cuda=$(JAX_DMA_CUDA) archs=$(JAX_DMA_CUDA_ARCHS) nvcc=$(CUDACXX)$(CUDA_HOME)
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-interop fuzz sanitize demo bench lint clean FORCE
+.PHONY: help install test test-interop fuzz sanitize demo bench docs wheel lint clean FORCE
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo      train a small language model with dynamic-mask and with full attention, and compare them'
 	@echo 'make test      run the test suite (ARGS="-k name -x" goes to pytest, WORKERS=n sets the processes)'
-	@echo 'make test-interop   install PyTorch (CPU) and transformers, and compare with their Doge models'
+	@echo 'make test-interop   install PyTorch (CPU), transformers and tokamax; compare with their Doge models, run its tests'
 	@echo 'make fuzz      compare random calls with float64 (SECONDS=180, ARGS="--seed n --implementation name")'
 	@echo 'make sanitize  run the tests of the host kernels with AddressSanitizer and UndefinedBehaviorSanitizer'
 	@echo 'make bench     measure forward and backward against the other attention implementations installed'
+	@echo 'make wheel     build wheels into dist/, for CPUs and where there is an nvcc for GPUs (ARCHS="80;90a"), and test them'
+	@echo 'make docs      build the documentation in build/site, and redraw its pictures'
 	@echo 'make install   only make $(VENV) and build the package in it; then $(VENV)/bin/python -m jax_dma tells what works'
 	@echo 'make lint      run ruff'
 	@echo 'make clean     remove $(VENV) and build/'
@@ -45,7 +47,7 @@ test: install
 	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-interop: install $(VENV)/interop
-	$(VENV)/bin/pytest tests/interop $(ARGS)
+	$(VENV)/bin/pytest -n $(WORKERS) tests/interop $(ARGS)
 
 SECONDS ?= 180
 fuzz: install
@@ -69,6 +71,20 @@ demo: install
 bench: install
 	$(PY) benchmarks/forward_performance.py $(ARGS)
 	$(PY) benchmarks/backward_performance.py $(ARGS)
+
+# ARCHS= leaves the wheel with CUDA kernels out.
+NVCC = $(or $(CUDACXX),$(CUDA_HOME:%=%/bin/nvcc),nvcc)
+ARCHS ?= $(if $(shell command -v $(NVCC))$(wildcard /usr/local/cuda/bin/nvcc),80;90a;100;120)
+wheel:
+	@$(PYTHON) -c "$$CHECK_PYTHON"
+	cmake/wheel.sh $(PYTHON)
+	$(if $(ARCHS),cmake/wheel.sh $(PYTHON) "$(ARCHS)",@echo '==> no nvcc, or no ARCHS: no wheel with CUDA kernels')
+
+# A warning is an error: a link that leads nowhere, a name that docstrings refer to and that does not exist.
+docs: install $(VENV)/docs
+	JAX_PLATFORMS=cpu $(PY) docs/pictures.py
+	JAX_PLATFORMS=cpu $(PY) -m sphinx -b html -q -E -W --keep-going -d build/doctrees docs build/site $(ARGS)
+	@echo 'the site is in build/site/index.html'
 
 lint: install
 	@$(VENV)/bin/ruff --version >/dev/null 2>&1 || $(PY) -m pip install -qq ruff
@@ -141,9 +157,15 @@ $(VENV)/installed: $(NATIVE) $(VENV)/packages
 # PyTorch for CPUs: the wheel, if pip was told of a folder with one, or from where PyTorch publishes it. The one on PyPI
 # brings CUDA along.
 $(VENV)/interop: $(VENV)/packages
-	@echo '==> PyTorch (CPU), transformers, safetensors'
+	@echo '==> PyTorch (CPU), transformers, safetensors, tokamax'
 	@$(PY) -m pip install -qq --no-index --no-deps torch 2>/dev/null || $(PY) -m pip install -qq --index-url https://download.pytorch.org/whl/cpu torch
-	@$(PY) -m pip install -qq torch transformers safetensors
+	@$(PY) -m pip install -qq torch transformers safetensors tokamax chex
+	@touch $@
+
+$(VENV)/docs: $(VENV)/packages
+	@echo '==> Sphinx'
+	@$(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(VENV)/requirements-docs.txt
+	@$(PY) -m pip install -qq -r $(VENV)/requirements-docs.txt
 	@touch $@
 
 FORCE:
