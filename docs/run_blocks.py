@@ -46,13 +46,13 @@ def main():
     paths = [Path(name) for name in sys.argv[1:]] or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     failed = []
     for path in paths:
-        began = time.perf_counter()
+        began, name = time.perf_counter(), os.path.relpath(path, ROOT)
         count, passed = run(path)
         print(
-            f"{'ok  ' if passed else 'FAIL'} {path.name}: {count} blocks passed, {time.perf_counter() - began:.1f} s",
+            f"{'ok  ' if passed else 'FAIL'} {name}: {count} blocks passed, {time.perf_counter() - began:.1f} s",
             flush=True,
         )
-        failed += [] if passed else [path.name]
+        failed += [] if passed else [name]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

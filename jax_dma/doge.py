@@ -21,7 +21,20 @@ from jax_dma.dynamic_mask import DynamicMaskAttention, rotary
 
 @dataclasses.dataclass(frozen=True)
 class DogeConfig:
-    """The shape of a model, by the names in its config.json."""
+    """The shape of a model, by the names in its config.json.
+
+    Attributes:
+      vocab_size: how many tokens there are.
+      hidden_size: channels of the residual stream.
+      intermediate_size: channels within the feed-forward layers.
+      num_hidden_layers: how many layers.
+      num_attention_heads, num_key_value_heads: N and K.
+      keep_window_size: how many keys each query sees.
+      rms_norm_eps: of all normalisations.
+      rope_theta: the base of the rotary embedding.
+      attention_bias, mlp_bias: whether these projections have a bias.
+      tie_word_embeddings: whether the head is the transpose of the embedding.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -148,6 +161,9 @@ def from_doge(path, *, dtype=None, param_dtype=jnp.float32, implementation=None)
       path: the folder with config.json and one or several .safetensors files.
       dtype, param_dtype, implementation: as for :class:`Doge`.
 
+    Returns:
+      A :class:`Doge`.
+
     Raises:
       ValueError: if the model is of a kind that is not supported (a mixture of experts, for example), or weights are
         missing, unknown or of another shape.
@@ -168,7 +184,12 @@ def from_doge(path, *, dtype=None, param_dtype=jnp.float32, implementation=None)
 
 
 def to_doge(model, path):
-    """Writes a model as a checkpoint that :func:`from_doge` and transformers read: config.json, model.safetensors."""
+    """Writes a checkpoint that :func:`from_doge` and transformers read: config.json and model.safetensors.
+
+    Args:
+      model: a :class:`Doge`.
+      path: the folder, made if it is not there.
+    """
     from safetensors.flax import save_file
 
     path = Path(path)
@@ -178,7 +199,15 @@ def to_doge(model, path):
 
 
 def load(model, weights):
-    """Puts weights, by their names in Doge checkpoints, into a model; see :func:`from_doge`."""
+    """Puts weights into a model.
+
+    Args:
+      model: a :class:`Doge`, which is changed.
+      weights: a dictionary of arrays by their names in Doge checkpoints, in their shapes there; any dtype.
+
+    Raises:
+      ValueError: if weights are missing, unknown or of another shape.
+    """
     parameters = _parameters(model)
     if model.head is None:  # files may hold the same matrix twice
         weights = {name: x for name, x in weights.items() if name != "lm_head.weight"}
@@ -194,7 +223,14 @@ def load(model, weights):
 
 
 def weights_of(model):
-    """A dictionary of a model's weights by their names in Doge checkpoints."""
+    """The reverse of :func:`load`.
+
+    Args:
+      model: a :class:`Doge`.
+
+    Returns:
+      A dictionary of its weights by their names in Doge checkpoints, in their shapes there.
+    """
     return {name: x[...].T if transposed else x[...] for name, (x, transposed) in _parameters(model).items()}
 
 

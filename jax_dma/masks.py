@@ -36,8 +36,8 @@ class KeyIntervals:
       start: int32 ``[*batch|1, N|K|1, S]``, the first query that sees each key.
       end: int32, the same shape rules, one past the last query that sees each key.
       live: a static bound, or None if unknown: any ``n`` consecutive queries see at most ``live + n - 1`` keys in all.
-      scattered: a static hint: the keys that a query sees lie far apart, as :func:`top_k` leaves them, rather than next
-        to each other as in a window. With ``live`` it lets :func:`jax_dma.attention` gather them
+      scattered: a static hint: the keys that a query sees lie far apart, as :func:`~jax_dma.masks.top_k` leaves them,
+        rather than next to each other as in a window. With ``live`` it lets :func:`jax_dma.attention` gather them
         (:mod:`jax_dma.kept_keys`), so that the cost is O(T * live).
     """
 
@@ -460,7 +460,14 @@ def top_k_operands(bias, window, mask):
 
 
 def dense_relu(bias):
-    """The mask ``bias > 0`` (NaN hides), a bool array of bias's shape."""
+    """The mask ``bias > 0``.
+
+    Args:
+      bias: float, of any shape that a bias may have. NaN hides. No gradient flows through the mask.
+
+    Returns:
+      bool, the shape of bias.
+    """
     bias = jnp.asarray(bias)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(f"bias must be floating point, got dtype {bias.dtype}")

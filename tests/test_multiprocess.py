@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 WORKER = Path(__file__).with_name("multiprocess_worker.py")
@@ -22,13 +23,16 @@ def free_port():
         pytest.skip(f"no port to meet at: {error}")
 
 
-def test_two_processes():
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_two_processes(platform):
     """Batch and heads, queries, and both kinds of context parallelism, over devices of two processes."""
+    if len(jax.devices(platform)) < (1 if platform == "cpu" else PROCESSES):
+        pytest.skip(f"needs {PROCESSES} GPUs")
     address = f"localhost:{free_port()}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     workers = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), address, str(PROCESSES), str(number)], env=environment, text=True,
+            [sys.executable, str(WORKER), address, str(PROCESSES), str(number), platform], env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for number in range(PROCESSES)
