@@ -6,6 +6,8 @@ The quick start of the original flash-dmattn (PyTorch), in JAX: each query keeps
 bias scores highest.
 """
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 
@@ -54,4 +56,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

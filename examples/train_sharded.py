@@ -125,6 +125,8 @@ def main():
     devices = jax.devices()[: int(np.prod(list(shape.values())))]
     mesh = jax.make_mesh(tuple(shape.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
     print("mesh:", ", ".join(f"{axis} {size}" for axis, size in shape.items()), f"({devices[0].device_kind})")
+    if jax.device_count() == 1:
+        print("there is one device and nothing to split; --help shows how to make several of a CPU")
 
     text, _ = demo.load_text()
     batches = list(demo.random_batches(text, options.steps, options.seed))
@@ -133,12 +135,12 @@ def main():
     print("weights on each device: {:,} of {:,}".format(*weights_on_a_device(split)))
     on_mesh = lambda batch: jax.device_put(batch, NamedSharding(mesh, P("data")))
     rate = demo.PEAK_LEARNING_RATE / 5
-    split_losses, split_time = train(f"{len(devices)} devices", split, batches, on_mesh, rate)
+    split_losses, split_time = train("on the mesh", split, batches, on_mesh, rate)
     losses, one_time = train("one device", plain, batches, jnp.asarray, rate)
 
     worst, allowed = float(np.abs(split_losses - losses).max()), TOLERANCE[jnp.dtype(demo.DTYPE).name]
     print("\nbits per byte   first step   last step   fastest step")
-    for name, x, seconds in ((f"{len(devices)} devices", split_losses, split_time), ("one device", losses, one_time)):
+    for name, x, seconds in (("on the mesh", split_losses, split_time), ("one device", losses, one_time)):
         print(f"{name:<13}   {x[0]:10.5f}   {x[-1]:9.5f}   {1e3 * seconds:9.1f} ms")
     same = worst <= allowed
     print(f"largest difference in any step: {worst:.1e}, {'the same' if same else 'NOT the same'} (to {allowed:g})")

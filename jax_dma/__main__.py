@@ -15,7 +15,7 @@ def main(arguments=None):
         description="Without a command: status. `python -m jax_dma COMMAND --help` lists the options of a command.",
     )
     parser.add_argument("--json", action="store_true", help="print the status as one JSON object")
-    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
+    commands = parser.add_subparsers(metavar="{status,check,bench}", dest="command")
     as_json = argparse.ArgumentParser(add_help=False)
     # SUPPRESS: an option that is absent after the command must not undo the one before it.
     as_json.add_argument(

@@ -177,6 +177,11 @@ def with_rank(x, rank):
     """Adds or drops leading axes of size 1: builders cannot know how many batch axes q has."""
     while x.ndim > rank and x.shape[0] == 1:
         x = x[0]
+    if 1 < x.ndim < rank and x.shape[-2] > 1:  # what is meant as [B, S] would be taken as [K, S]
+        raise ValueError(
+            f"the intervals of mask have shape {x.shape}, [*batch, heads, S], with fewer batch axes than q. Give top_k "
+            "scores of shape [*batch, K, S], with 1 for a batch axis along which they are the same: scores[None]"
+        )
     return x.reshape((1,) * (rank - x.ndim) + x.shape) if x.ndim < rank else x
 
 

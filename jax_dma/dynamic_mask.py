@@ -124,13 +124,15 @@ class DynamicMaskAttention(nnx.Module):
         N, K = num_heads, num_heads if num_kv_heads is None else num_kv_heads
         if K < 1 or N % K:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {N} and {K}")
+        if rotary is not None and not callable(rotary):
+            raise TypeError(f"rotary must be a function, such as jax_dma.flax.rotary, got {rotary!r}")
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
         if recency is not None and len(recency) != K:
             raise ValueError(f"recency must be a number for each of the {K} key/value heads, got {recency!r}")
         H = in_features // N if head_dim is None else head_dim
         self.recency = None if recency is None else tuple(map(float, recency))
-        self.num_heads, self.num_kv_heads, self.head_dim, self.window = N, K, H, window
+        self.in_features, self.num_heads, self.num_kv_heads, self.head_dim, self.window = in_features, N, K, H, window
         self.score_function, self.rotary, self.implementation, self.dtype = score, rotary, implementation, dtype
         linear = functools.partial(
             nnx.Linear, use_bias=use_bias, kernel_init=kernel_init, param_dtype=param_dtype, rngs=rngs
@@ -154,6 +156,8 @@ class DynamicMaskAttention(nnx.Module):
         Returns:
           ``[*batch, T, in_features]``; with a cache the pair of that and the cache with x in it.
         """
+        if x.ndim < 2 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x must have shape [*batch, T, in_features = {self.in_features}], got {x.shape}")
         T = x.shape[-2]
         if positions is None:
             positions = jnp.arange(T, dtype=jnp.int32) + (0 if cache is None else cache.length)

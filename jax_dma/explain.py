@@ -46,8 +46,13 @@ def explain(
     return checked(q, k, v, mask, bias, sinks, return_lse, implementation, platform, **options)[0]
 
 
+_PLATFORMS = (None, "cpu", "cuda", "gpu", "rocm", "tpu")
+
+
 def checked(q, k, v, mask, bias, sinks, return_lse, implementation, platform, **options):
     """(the Explanation, the op.Call, the checked mask as types) of a call."""
+    if platform not in _PLATFORMS:
+        raise ValueError(f"platform must be one of {_PLATFORMS[1:]}, or None for the default, got {platform!r}")
     platform = choice.default_platform() if platform is None else {"gpu": "cuda"}.get(platform, platform)
     names = choice.names_of(implementation)
     results = []

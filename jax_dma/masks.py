@@ -29,8 +29,8 @@ _NEVER = 0  # start and end of a key that nobody sees
 class KeyIntervals:
     """A mask in O(S) memory: key ``s`` is visible to query ``t`` iff ``start[s] <= t < end[s]``.
 
-    A pytree, so it passes through jit, vmap and scan like an array. Contents are checked by
-    :func:`jax_dma.attention`, not here.
+    A pytree, so it passes through jit, vmap and scan like an array. Shapes and dtypes are checked by
+    :func:`jax_dma.attention`, not here. T is not stored: give the builders the T of the call.
 
     Attributes:
       start: int32 ``[*batch|1, N|K|1, S]``, the first query that sees each key.
@@ -49,7 +49,10 @@ class KeyIntervals:
     def __and__(self, other):
         """Visible in both. ``live`` is the smaller bound; scattered if either is."""
         if not isinstance(other, KeyIntervals):
-            return NotImplemented
+            raise TypeError(
+                f"& of a KeyIntervals takes another one, got {type(other).__name__}; for a dense mask: "
+                "mask.dense(T) & other"
+            )
         bounds = [x.live for x in (self, other) if x.live is not None]
         self, other = _same_rank(self, other)
         return KeyIntervals(
@@ -58,6 +61,14 @@ class KeyIntervals:
             min(bounds) if bounds else None,
             self.scattered or other.scattered,
         )
+
+    __rand__ = __and__
+
+    def __or__(self, other):
+        """Not a KeyIntervals in general: an error that says what to do."""
+        raise TypeError("the union of two KeyIntervals need not be one; make them dense: a.dense(T) | b.dense(T)")
+
+    __ror__ = __or__
 
     def dense(self, query_length):
         """The same mask as a bool array ``[*batch|1, N|K|1, query_length, S]``. O(T * S) memory."""
@@ -281,8 +292,8 @@ def top_k(scores, window, query_length=None, *, is_causal=True, segment_ids=None
       window: how many keys each query keeps, at least 1.
       query_length: T, default S. The queries are the last T positions.
       is_causal: whether a query sees only keys at or before its own position.
-      segment_ids: optional integers ``[*batch, S]`` as in :func:`segments`.
-      valid: optional bool ``[*batch, S]``; keys where it is False are seen by nobody and take no place in the window.
+      segment_ids: optional integers ``[*batch|1, S]`` as in :func:`segments`.
+      valid: optional bool ``[*batch|1, S]``; keys where it is False are seen by nobody and take no place in the window.
 
     Returns:
       KeyIntervals with the shape of ``scores``, ``live`` set and ``scattered``.
@@ -302,8 +313,9 @@ def top_k(scores, window, query_length=None, *, is_causal=True, segment_ids=None
     def operand(name, x):
         if x is None:
             return None
-        if x.shape != per_key:
-            raise ValueError(f"{name} must have shape [*batch, S] = {per_key}, got {x.shape}")
+        allowed = [(1, size) for size in per_key[:-1]] + [(S,)]
+        if x.ndim != len(per_key) or any(n not in sizes for n, sizes in zip(x.shape, allowed)):
+            raise ValueError(f"{name} must have shape [*batch|1, S] = {per_key}, got {x.shape}")
         return jnp.broadcast_to(x[..., None, :], scores.shape).reshape(rows, S)
 
     valid = operand("valid", None if valid is None else _bools("valid", valid))

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 from jax_dma import partition
 from jax_dma.checks import check_bias, check_dense_mask
 from jax_dma.implementations import ffi
-from jax_dma.masks import top_k_operands
+from jax_dma.masks import KeyIntervals, top_k_operands
 from jax_dma.select import select
 from jax_dma.tiles import analyse, tile_maps, unpack_bits
 
@@ -67,6 +67,8 @@ def plan(mask, q, k):
     Returns:
       A :class:`MaskPlan`, to be passed to ``attention`` as ``mask``.
     """
+    if isinstance(mask, KeyIntervals):
+        raise TypeError("mask is a KeyIntervals, which needs no plan: pass it to attention as it is")
     check_dense_mask(mask, q.shape, k.shape)
     (T, N), (S, K) = q.shape[-3:-1], k.shape[-3:-1]
     with jax.named_scope("jax_dma.plan"):

@@ -113,6 +113,7 @@ def test_bench_fails_where_an_implementation_does(capsys, monkeypatch):
         (["bench", "-T", "0"], "-T"),
         (["bench", "-N", "6", "-K", "4"], "-N 6 must be a multiple of -K 4"),
         (["bench", "--mask", "holes"], "--mask"),
+        (["bench", "--mask", "random", "--window", "9"], "--mask random has no --window"),
         (["bench", "--only", "nobody"], "nobody"),
         (["check", "--implementation", "nobody"], "there is no such implementation"),
     ],

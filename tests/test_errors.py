@@ -178,6 +178,26 @@ def test_intervals_of_fitting_rank_are_taken(mask):
     assert jax.eval_shape(lambda: attention(Q, KV, KV, mask)).shape == Q.shape
 
 
+def test_intervals_of_several_heads_without_a_batch():
+    """Scores [B, S], the heads axis forgotten, would be one mask for all of the batch."""
+    for call in (attention, jax_dma.explain):
+        with pytest.raises(ValueError, match=r"\(2, 7\).*fewer batch axes than q.*scores\[None\]"):
+            call(Q, KV, KV, jax_dma.masks.top_k(zeros(2, 7), 3, 5))
+    assert attention(Q, KV, KV, jax_dma.masks.top_k(zeros(1, 7), 3, 5)).shape == Q.shape
+
+
+def test_intervals_are_combined_with_intervals():
+    mask, dense = jax_dma.masks.causal(5, 7), np.ones((1, 1, 5, 7), bool)
+    for wrong in (lambda: mask & dense, lambda: mask & True, lambda: True & mask):
+        with pytest.raises(TypeError, match=r"mask.dense\(T\) & other"):
+            wrong()
+    for wrong in (lambda: mask | mask, lambda: mask | dense):
+        with pytest.raises(TypeError, match=r"a.dense\(T\) \| b.dense\(T\)"):
+            wrong()
+    with pytest.raises(TypeError, match="needs no plan"):
+        jax_dma.plan(mask, Q, KV)
+
+
 def test_plan_of_shapes_it_does_not_fit():
     with pytest.raises(ValueError, match="mask"):
         jax_dma.plan(np.ones((1, 1, 5, 6), bool), Q, KV)

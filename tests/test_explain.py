@@ -208,6 +208,12 @@ def test_flops_bytes_and_workspace(platform):
     assert reference.visited == pairs and reference.forward.workspace == 2 * 4 * pairs
 
 
+def test_unknown_platform():
+    q, k, v = arrays(5, 5)
+    with pytest.raises(ValueError, match="platform must be one of .* got 'abacus'"):
+        jax_dma.explain(q, k, v, platform="abacus")
+
+
 def test_empty_arrays():
     for T, S in ((0, 5), (5, 0), (0, 0)):
         q, k, v = arrays(T, S)

@@ -53,6 +53,7 @@ def fresh(monkeypatch):
     import functools
 
     monkeypatch.setattr(ffi, "load", functools.cache(ffi.load.__wrapped__))
+    monkeypatch.setattr(ffi, "find_spec", lambda name: name)
 
     def importing(outcome):
         def import_module(name):
@@ -84,6 +85,13 @@ def test_missing_kernels_are_explained(fresh):
     for name, needed in (("cpu", "C++ compiler"), ("cuda", "nvcc")):
         assert needed in jax_dma.status()[name] and "libcudart.so.13" in jax_dma.status()[name]
     check(None, Case((1,), 9, 20, 2, 1, 8, mask="11TS", bias="1NTS", scale=0.321))
+
+
+def test_the_source_in_place_of_the_package_is_explained(fresh, monkeypatch):
+    """Python, started in a clone after `pip install .`, imports the clone."""
+    fresh(ImportError("No module named 'jax_dma._cpu'"))
+    monkeypatch.setattr(ffi, "find_spec", lambda name: None)
+    assert "start Python in another folder" in jax_dma.status()["cpu"]
 
 
 PROGRAM = """

@@ -144,6 +144,15 @@ TOP_K = [  # T, S, window, segments, valid
 ]
 
 
+def test_top_k_of_segments_that_the_batch_shares():
+    scores, ids, valid = jnp.sin(jnp.arange(66.0)).reshape(3, 2, 11), jnp.array([[0] * 4 + [1] * 7]), jnp.arange(11) > 1
+    shared = masks.top_k(scores, 3, segment_ids=ids, valid=valid[None])
+    repeated = masks.top_k(scores, 3, segment_ids=jnp.repeat(ids, 3, 0), valid=jnp.repeat(valid[None], 3, 0))
+    assert (shared.start == repeated.start).all() and (shared.end == repeated.end).all()
+    with pytest.raises(ValueError, match=r"segment_ids must have shape \[\*batch\|1, S\] = \(3, 11\), got \(2, 11\)"):
+        masks.top_k(scores, 3, segment_ids=ids.repeat(2, 0))
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("T, S, window, segmented, padded", TOP_K)
 def test_top_k(T, S, window, segmented, padded, is_causal):

@@ -214,6 +214,10 @@ def test_errors(options, text):
     options = {"num_heads": N, "window": 3, **options}
     with pytest.raises(ValueError, match=text):
         jax_dma.flax.DynamicMaskAttention(FEATURES, rngs=nnx.Rngs(0), **options)
+    with pytest.raises(TypeError, match="rotary must be a function"):
+        module(rotary=True)
     layer = module()
+    with pytest.raises(ValueError, match="in_features = 24"):
+        layer(jnp.zeros((2, 5, 23)))
     with pytest.raises(ValueError, match="segment_ids cannot be combined with a cache"):
         layer(inputs(2), segment_ids=jnp.zeros((2, 2), jnp.int32), cache=layer.empty_cache(2))

@@ -6,6 +6,7 @@ import functools
 import importlib
 import math
 import os
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ conversion is not timed. Exits with 1 if an implementation of jax_dma fails.
 --bias    none, key [B, K, 1, S], kv [B, K, T, S], query [B, N, T, S], batch [1, N, T, S], one [1, 1, T, S]
 """
 MASKS = ("none", "window", "top_k", "dense_top_k", "random", "padding", "segments")
+WITHOUT_WINDOW = ("none", "random", "padding")
 BIASES = ("none", "key", "kv", "query", "batch", "one")
 PASSES = ("forward", "forward+backward")
 _CACHE_BYTES = 120e6  # twice the largest cache in use: smaller problems are timed on several inputs in turn
@@ -53,7 +55,7 @@ def add_arguments(parser):
                         help="default: bfloat16 on a GPU, float32 elsewhere")  # fmt: skip
     parser.add_argument("--mask", default="none", choices=MASKS, metavar="KIND", help="see above (default none)")
     parser.add_argument("--bias", default="none", choices=BIASES, metavar="KIND", help="see above (default none)")
-    size("--window", default=256, help="how many keys a query keeps; the length of segments (default 256)")
+    size("--window", help="how many keys a query keeps; the length of segments (default 256)")
     parser.add_argument("--density", type=float, default=0.5, help="of a random mask (default 0.5)")
     parser.add_argument("--not-causal", action="store_true", help="without the causal rule, which holds otherwise")
     parser.add_argument("--forward-only", action="store_true", help="leave the backward pass out")
@@ -98,9 +100,12 @@ class Problem:
         K = o.K or o.N
         if o.N % K:
             o.error(f"-N {o.N} must be a multiple of -K {K}")
+        if o.window and o.mask in WITHOUT_WINDOW:
+            o.error(f"--mask {o.mask} has no --window")
         dtype = o.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        window = o.window or 256
         return cls(
-            o.B, o.T, o.S or o.T, o.N, K, o.H, o.Hv or o.H, dtype, o.mask, o.bias, o.window, o.density, not o.not_causal
+            o.B, o.T, o.S or o.T, o.N, K, o.H, o.Hv or o.H, dtype, o.mask, o.bias, window, o.density, not o.not_causal
         )
 
 
@@ -347,9 +352,9 @@ def _plot(result, path):
         axes.set_yscale("log")
         axes.legend(fontsize=8)
     call = result["call"]
-    unused = ["window"] * (call["mask"] in ("none", "random", "padding")) + ["density"] * (call["mask"] != "random")
+    unused = ["window"] * (call["mask"] in WITHOUT_WINDOW) + ["density"] * (call["mask"] != "random")
     text = ", ".join(f"{name} {value}" for name, value in call.items() if name not in unused)
-    axes.set_title(f"{text}\non {result['device']}", fontsize=7)
+    axes.set_title(f"{textwrap.fill(text, 64)}\non {result['device']}", fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -4,6 +4,7 @@ import functools
 import importlib
 import math
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -44,6 +45,11 @@ def load(name):
     try:
         module = importlib.import_module(f"jax_dma._{name}")
     except ImportError as error:
+        if find_spec("jax_dma._build") is None:
+            return (
+                "its kernels are not built in this source folder: `pip install .` in it, then start Python in another "
+                f"folder ({error})"
+            )
         built = {"cpu": "a C++ compiler", "cuda": "nvcc (set JAX_DMA_CUDA_ARCHS, for example to 90a)"}[name]
         return f"its kernels were not built with this installation: install from source with {built} ({error})"
     refusal = refuse_newer(module.ffi_api_version(), runtime_api_version())
