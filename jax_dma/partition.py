@@ -299,7 +299,8 @@ def partitioned_plan(run, mask, shape):
       shape: (T, S, N, K).
     """
     T, S, N, K = shape
-    rank = len(mask.shape) - 3
+    mask_shape = mask.shape  # the rule outlives this trace, so it must not hold the mask
+    rank = len(mask_shape) - 3
 
     def axes(mesh, mask):
         """The mesh axes of each batch axis, of heads and of queries."""
@@ -334,7 +335,7 @@ def partitioned_plan(run, mask, shape):
     whole.def_partition(
         partition=partition,
         infer_sharding_from_operands=lambda mesh, operands, _: results(some_mesh(mesh, operands), operands[0])[1],
-        sharding_rule=lambda *_: _plan_rule(mask.shape, shape),
+        sharding_rule=lambda *_: _plan_rule(mask_shape, shape),
         decode_shardings=False,
     )
     return list(whole(mask))

@@ -117,7 +117,8 @@ def _split_rows(run, causal, *operands):
     Under the causal rule queries stay together, because a part would not know where it begins. Why XLA has to be told
     is said in ``partition.py``.
     """
-    shape = operands[0].shape
+    shapes = [x.shape for x in operands]  # the rule outlives this trace, so it must not hold the operands
+    shape = shapes[0]
     whole = len(shape) - (2 if causal else 1)  # from this axis on
 
     def specs(mesh, operands):
@@ -146,7 +147,7 @@ def _split_rows(run, causal, *operands):
         term = lambda x: " ".join(
             f"r{i}" if i < whole and x[i] == shape[i] > 1 else next(fresh) for i in range(len(shape))
         )
-        return ", ".join(term(x.shape) for x in operands) + " -> " + term(shape)
+        return ", ".join(map(term, shapes)) + " -> " + term(shape)
 
     split = custom_partitioning(lambda *operands: tuple(run(*operands)))
     split.def_partition(

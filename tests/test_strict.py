@@ -9,7 +9,8 @@ import pytest
 
 import jax_dma
 from cases import Case, make
-from jax_dma import masks
+from jax_dma import masks, partition, select
+from jax_dma.plan import analyse
 from support import check, count_primitive
 
 MODES = {
@@ -92,3 +93,16 @@ def test_counting_primitives_finds_inner_jaxprs():
     inner = jax.jit(lambda x: jnp.sin(jnp.sin(x)))
     jaxpr = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (inner(c), None), x, None, length=2)[0])(1.0)
     assert count_primitive(jaxpr, "sin") == 2
+
+
+@pytest.mark.parametrize("wraps", ["plan", "dense_top_k", "other kernels"])
+def test_what_splits_a_kernel_leaks_nothing(wraps):
+    """The sharding rules outlive the trace they are made in. Around plain JAX here: a CPU has none of these kernels."""
+    x = np.random.default_rng(0).random((2, 1, 40, 60)) < 0.5
+    split = {
+        "plan": lambda x: partition.partitioned_plan(lambda x, shape: analyse(x, *shape), x, (40, 60, 4, 2)),
+        "dense_top_k": lambda x: select._split_rows(lambda x: [x], False, x.astype(jnp.float32)),
+        "other kernels": lambda x: partition.partitioned_along(lambda x: [~x], [x], ("nr.",), ("nr.",)),
+    }[wraps]
+    with jax.checking_leaks():
+        jax.block_until_ready(jax.jit(split)(x))
