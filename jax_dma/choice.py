@@ -14,8 +14,7 @@ from jax_dma.plan import MaskPlan
 from jax_dma.tiles import KEY_TILE, queries_per_tile
 
 IMPLEMENTATIONS = ("cuda", "cpu", "pallas", "xla", "reference")
-# The first that serves the platform being lowered for. Not yet pallas, which has not run on a GPU.
-_DEFAULT = ("cuda", "cpu", "xla")
+_DEFAULT = ("cuda", "cpu", "pallas", "xla")  # the first that serves the platform being lowered for
 logger = logging.getLogger("jax_dma")
 
 

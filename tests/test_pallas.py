@@ -72,7 +72,7 @@ def test_nothing_to_attend_to():
     check("pallas", Case((2,), 5, 0, 4, 2, 8, dtype="bfloat16", mask="BNTS", bias="1KTS"))
 
 
-def choice_on(platform, names=("cuda", "cpu", "pallas", "xla"), dtype=jnp.bfloat16):
+def choice_on(platform, names=choice._DEFAULT, dtype=jnp.bfloat16):
     x = jax.ShapeDtypeStruct((1, 8, 2, 16), dtype)
     call = dataclasses.replace(op.Call(1.0, 0.0, False, False, names), visibility=(False,) * 6)
     return choice.choose(platform, call, (x, x, x))
