@@ -81,3 +81,39 @@ def test_a_long_row_of_keys():
         relative_error(out, want.out) <= TOLERANCE["float16"][0]
         and relative_error(lse, want.lse) <= TOLERANCE["float16"][1]
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [32, 64, 128, 256])
+@pytest.mark.parametrize("shape", [(1, 1), (6, 8)])
+@pytest.mark.parametrize("mask", ["none", "causal", "dense", "window", "window per head"])
+def test_a_bias_per_key_that_many_queries_use(H, shape, mask):
+    """Small, large and hiding values (xla_ffi/cuda/sm90/bias_records.h); three queries are judged."""
+    B, N, K, S = 6, 16, 8, 1500
+    first = S - 3
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((B, S, heads, H), np.float32).astype(jnp.bfloat16) for heads in (N, K, K))
+    bias = rng.standard_normal((*shape, 1, S), np.float32)
+    bias[..., 1::2] *= 10
+    bias[..., 300:310] = bias[..., 1200:1210] = -5000
+    bias[:, 1:] += 700
+    bias[..., ::7] = -np.inf
+    heads = np.arange(N if mask == "window per head" else 1)[:, None]
+    start = np.broadcast_to(np.arange(S) - 5 * heads, (1, heads.size, S)).astype(np.int32)
+    end = start + 400
+    seen = rng.random((1, 1, S, S)) < 0.5 if mask == "dense" else None
+
+    @jax.jit
+    def run(q, k, v, seen, start, end, bias):
+        operand = jax_dma.KeyIntervals(start, end) if "window" in mask else seen
+        causal = mask == "causal"
+        return jax_dma.attention(q, k, v, operand, bias, is_causal=causal, return_lse=True, implementation="cuda")
+
+    out, lse = run(q, k, v, seen, start, end, bias)
+    its_mask = (start - first, end - first) if "window" in mask else None if seen is None else seen[:, :, first:]
+    for b in (0, B - 1):
+        rows = np.s_[b : b + 1, first:]
+        its_bias = bias[min(b, len(bias) - 1)][None]
+        want = oracle.attention(q[rows], k[b : b + 1], v[b : b + 1], its_mask, its_bias, is_causal=mask == "causal")
+        assert relative_error(out[rows], want.out) <= TOLERANCE["bfloat16"][0]
+        assert relative_error(lse[rows], want.lse) <= TOLERANCE["bfloat16"][1]

@@ -134,7 +134,8 @@ def forward(name, *operands, call):
     q, k, v = (_pad_channels(name, x) for x in (q, k, v))
     results = [result_type((*batch, T, N, v.shape[-1]), q.dtype, q), result_type((*batch, T, N, 2), jnp.float32, q)]
     if name == "cuda":
-        results += _cuda_splits(q, k, v, batch)
+        only_intervals = visibility.start is not None and visibility.bits is None
+        results += cuda_forward_workspace(q, k, v, bias, batch, only_intervals)
     operands = [x for x in (q, k, v, *visibility, bias) if x is not None]
     out, lse, *_ = jax.ffi.ffi_call("jax_dma_forward", results)(*operands, config=_config(call))
     return out[..., :Hv], lse
@@ -159,12 +160,22 @@ def backward(name, *operands, call):
     return [dq[..., :H], dk[..., :H], dv[..., :Hv], *dbias]
 
 
-def _cuda_splits(q, k, v, batch):
-    """Scratch of a forward call with few queries, whose keys are split over blocks: out and lse of each part."""
+def cuda_forward_workspace(q, k, v, bias, batch, only_intervals):
+    """Scratch results of a forward call (xla_ffi/cuda/sm90/forward_scratch.h), one or none."""
     (T, N, _), (S, K) = q.shape[-3:], k.shape[-3:-1]
-    tiles = -(-T // queries_per_tile(N // K)) * K * math.prod(batch)
-    splits = min(264 // max(tiles, 1), -(-S // KEY_TILE) // 8)  # two blocks for each of 132 processors, 8 tiles each
-    return [result_type((splits * math.prod(batch) * N * T * (v.shape[-1] + 2),), jnp.float32, q)] if splits > 1 else []
+    tiles, key_tiles = -(-T // queries_per_tile(N // K)) * K * math.prod(batch), -(-S // KEY_TILE)
+    # Few queries, whose keys are split over blocks: out and lse of each part. Two blocks for each of 132 processors, 8
+    # tiles each.
+    splits = min(264 // max(tiles, 1), key_tiles // 8)
+    size = splits * math.prod(batch) * N * T * (v.shape[-1] + 2) if splits > 1 else 0
+    # A bias per key, prepared for the kernel, where several tiles of queries use it. Beside intervals the kernel itself
+    # does that at head dimensions up to 128.
+    prepared = not only_intervals or max(q.shape[-1], v.shape[-1]) > 128
+    if prepared and bias is not None and bias.shape[-2] == 1 and bias.shape[-3] in (1, K):
+        rows = math.prod(bias.shape[:-2])
+        if tiles >= 4 * rows:
+            size = max(size, rows * key_tiles * 648)
+    return [result_type((size,), jnp.float32, q)] if size else []
 
 
 def cuda_workspace(q, k, v, bias, call, batch, results):

@@ -34,7 +34,7 @@ bool use_sm90() {
 #endif
 
 // The kernels for the device. A family that cannot serve a call says so before it launches anything.
-// `scratch` holds the parts of a call that is split over keys; none are made where it is too small.
+// `scratch` is described in sm90/forward_scratch.h; they do without where it is too small.
 cudaError_t launch_forward(const Problem& p, [[maybe_unused]] float* scratch, [[maybe_unused]] int64_t floats,
                            cudaStream_t stream) {
 #ifdef JAX_DMA_SM90

@@ -105,7 +105,47 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   }
 }
 
+// The same as one integer: pack() and unpack() go by way of halves, which the compiler moves one by one.
+template <class T>
+__device__ __forceinline__ uint32_t pack_bits(float low, float high) {
+  uint32_t pair;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <class T>
+__device__ __forceinline__ float2 unpack_bits(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
+  else return unpack<T>(pair);
+}
+
+// Stores to device memory by pointers that the compiler cannot tell to be such.
+__device__ __forceinline__ void store_global(void* target, uint32_t x, uint32_t y) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(target), "r"(x), "r"(y) : "memory");
+}
+__device__ __forceinline__ void store_global(void* target, uint4 value) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
+// One word of shared memory, read at this place in the program.
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+
 // 16 bytes in shared memory.
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address));
+  return value;
+}
 __device__ __forceinline__ void store_shared(uint32_t address, uint4 value) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)

@@ -201,72 +201,120 @@ __device__ __forceinline__ float2 read(const __half* at, std::integral_constant<
   return __half22float2(*reinterpret_cast<const __half2*>(at));
 }
 
-// The place of `key` in the ascending list, or -1. All lanes of a warp look together.
+// The place of `key` in the ascending list, or -1.
 __device__ __forceinline__ int find(const int32_t* list, int count, int key) {
   int first = 0;  // if it is there, it is in [first, first + count)
   while (count > 1) {
-    const int stride = (count + 31) / 32, probe = stride * lane();
-    const bool below = probe < count && list[first + probe] <= key;
-    const int steps = __popc(__ballot_sync(~0u, below));
-    if (steps == 0) return -1;
-    first += (steps - 1) * stride, count = min(stride, count - (steps - 1) * stride);
+    const int half = count / 2;
+    if (list[first + half] <= key) first += half;
+    count -= half;
   }
   return count == 1 && list[first] == key ? first : -1;
 }
 
-// A warp sums the rows of one key and head, run by run, so that the order is fixed. kWidth neighbouring channels a
-// lane.
-template <class Row, class Sum, int kWidth>
+// Neighbouring elements that are written together.
+template <class T, int kCount>
+struct alignas(kCount * sizeof(T)) Neighbours {
+  T element[kCount];
+};
+
+// What lists say of a key.
+struct Listed {
+  const int32_t *keys, *counts;  // of the batch entry and the head
+  int start, end, key;
+
+  // The key's place in the run's list, or -1.
+  __device__ int place(const SumProblem& p, int run) const {
+    const int t0 = run * p.R, t1 = min(t0 + p.R, static_cast<int>(p.T));
+    const int64_t at = int64_t{run} * p.key_heads;
+    const int whole = min(counts[2 * at], p.length), all = min(counts[2 * at + 1], p.length);
+    const bool among_whole = start <= t0 && end >= t1;
+    const int skipped = among_whole ? 0 : whole;
+    const int found = find(keys + at * p.length + skipped, among_whole ? whole : all - whole, key);
+    return found < 0 ? -1 : found + skipped;
+  }
+};
+
+// A block has 256 (batch entry, key, head)s. Of most keys there is nothing to sum. A warp sums the rows of one of the
+// others: each lane looks for it in the list of another run, and then its rows are added run by run, so that the order
+// is fixed. A lane has up to kMost pieces of a row, of kWidth neighbouring channels.
+template <class Row, class Sum, int kWidth, int kMost>
 __global__ void __launch_bounds__(kThreads) jax_dma_sum_kept_keys(const SumProblem p) {
-  const int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;  // (batch, key, head)
-  if (index >= p.outer * p.S * p.heads) return;
-  const int head = static_cast<int>(index % p.heads);
-  const int64_t batch = index / p.heads / p.S;
-  const int key = static_cast<int>(index / p.heads % p.S);
-  const int key_head = p.key_heads == 1 ? 0 : head / (p.heads / p.key_heads);
-  const int64_t interval = p.start_at(batch) + int64_t{key_head} * p.S + key;
-  const int start = max(p.start[interval], 0), end = min(p.end[interval], static_cast<int>(p.T));
-  const int32_t* const keys = p.keys + p.keys_at(batch);
-  const int32_t* const counts = p.counts + p.counts_at(batch);
-  constexpr int kMost = 256 / (32 * kWidth);  // pieces a lane holds
+  constexpr int kAhead = 4;  // rows that are read together
   const auto channel = [](int i) { return (32 * i + lane()) * kWidth; };
-  // What was read is added a run later, so that the next search overlaps the reading.
-  float2 sum[kMost] = {}, pending[kMost] = {};
-  if (start < end) {
-    int guess = -1;
-    for (int run = start / p.R; run <= (end - 1) / p.R; ++run) {
-      const int t0 = run * p.R, t1 = min(t0 + p.R, static_cast<int>(p.T));
-      const int64_t at = int64_t{run} * p.key_heads + key_head;
-      const int whole = min(counts[2 * at], p.length), all = min(counts[2 * at + 1], p.length);
-      const bool among_whole = start <= t0 && end >= t1;
-      const int32_t* const list = keys + at * p.length + (among_whole ? 0 : whole);
-      const int count = among_whole ? whole : all - whole;
-      int place = -1;
-      if (guess >= 0) {  // keys before it have left since the last run: it has moved down by a little
-        const int near = guess - 28 + lane();
-        const uint32_t found = __ballot_sync(~0u, near >= 0 && near < count && list[near] == key);
-        if (found != 0) place = guess - 28 + __ffs(found) - 1;
-      }
-      if (place < 0) place = find(list, count, key);
-      guess = among_whole ? place : -1;
-      if (place < 0) continue;
-      if (!among_whole) place += whole;
-      const Row* const row =
-          static_cast<const Row*>(p.rows) + (((batch * p.runs + run) * p.length + place) * p.heads + head) * p.channels;
+  __shared__ int shared[kWarps], seen[kThreads];
+  Sum* const sums = static_cast<Sum*>(p.sums);
+  const int64_t count = p.outer * p.S * p.heads, block = blockIdx.x * int64_t{kThreads};
+  const auto locate = [&](int64_t index, int* head, int* key_head, int* key) {
+    *head = static_cast<int>(index % p.heads), *key = static_cast<int>(index / p.heads % p.S);
+    *key_head = p.key_heads == 1 ? 0 : *head / (p.heads / p.key_heads);
+    return index / p.heads / p.S;  // the batch entry
+  };
+
+  const auto write = [&](int64_t index, const float2(&sum)[kMost]) {
 #pragma unroll
-      for (int i = 0; i < kMost; ++i) {
-        sum[i].x += pending[i].x, sum[i].y += pending[i].y;
-        if (channel(i) < p.channels) pending[i] = read(row + channel(i), std::integral_constant<int, kWidth>());
+    for (int i = 0; i < kMost; ++i) {
+      Neighbours<Sum, kWidth> value;
+      value.element[0] = static_cast<Sum>(sum[i].x);
+      if constexpr (kWidth == 2) value.element[1] = static_cast<Sum>(sum[i].y);
+      if (channel(i) < p.channels)
+        *reinterpret_cast<Neighbours<Sum, kWidth>*>(sums + index * p.channels + channel(i)) = value;
+    }
+  };
+
+  bool any = false;
+  if (block + threadIdx.x < count) {
+    int head, key_head, key;
+    const int64_t batch = locate(block + threadIdx.x, &head, &key_head, &key);
+    const int64_t interval = p.start_at(batch) + int64_t{key_head} * p.S + key;
+    any = max(p.start[interval], 0) < min(p.end[interval], static_cast<int>(p.T));
+  }
+  const uint32_t votes = __ballot_sync(~0u, any);
+  const float2 nothing[kMost] = {};
+  int total;
+  const int before = prefix_over_warps(__popc(votes), shared, &total) + __popc(votes & lanes_below());
+  if (any) seen[before] = threadIdx.x;
+  for (int i = 0; i < 32; ++i) {
+    const int64_t index = block + (threadIdx.x & ~31u) + i;
+    if ((votes >> i & 1) != 0 || index >= count) continue;
+    write(index, nothing);
+  }
+  __syncthreads();
+
+  for (int turn = threadIdx.x / 32; turn < total; turn += kWarps) {
+    const int64_t index = block + seen[turn];
+    int head, key_head;
+    Listed listed;
+    const int64_t batch = locate(index, &head, &key_head, &listed.key);
+    const int64_t interval = p.start_at(batch) + int64_t{key_head} * p.S + listed.key;
+    listed.start = max(p.start[interval], 0), listed.end = min(p.end[interval], static_cast<int>(p.T));
+    listed.keys = p.keys + p.keys_at(batch) + int64_t{key_head} * p.length;
+    listed.counts = p.counts + p.counts_at(batch) + 2 * key_head;
+    const int last_run = (listed.end - 1) / p.R;
+    float2 sum[kMost] = {};
+    for (int run0 = listed.start / p.R; run0 <= last_run; run0 += 32) {
+      const int run = run0 + lane(), place = run <= last_run ? listed.place(p, run) : -1;
+      uint32_t rest = __ballot_sync(~0u, place >= 0);
+      while (rest != 0) {
+        float2 value[kAhead][kMost] = {};
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+          if (rest == 0) break;
+          const int from = __ffs(rest) - 1;
+          rest &= rest - 1;
+          const int64_t slot = (batch * p.runs + run0 + from) * p.length + __shfl_sync(~0u, place, from);
+          const Row* const row = static_cast<const Row*>(p.rows) + (slot * p.heads + head) * p.channels;
+#pragma unroll
+          for (int i = 0; i < kMost; ++i)
+            if (channel(i) < p.channels) value[j][i] = read(row + channel(i), std::integral_constant<int, kWidth>());
+        }
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j)
+#pragma unroll
+          for (int i = 0; i < kMost; ++i) sum[i].x += value[j][i].x, sum[i].y += value[j][i].y;
       }
     }
-  }
-  Sum* const target = static_cast<Sum*>(p.sums) + index * p.channels;
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    if (channel(i) >= p.channels) continue;
-    const float a = sum[i].x + pending[i].x, b = sum[i].y + pending[i].y;
-    target[channel(i)] = static_cast<Sum>(a);
-    if (kWidth == 2) target[channel(i) + 1] = static_cast<Sum>(b);
+    write(index, sum);
   }
 }
 
@@ -298,13 +346,15 @@ cudaError_t launch_take(const TakeProblem& p, cudaStream_t stream) {
 }
 
 cudaError_t launch_sum(const SumProblem& p, cudaStream_t stream) {
-  const int64_t warps = p.outer * p.S * p.heads;
-  if (warps == 0) return cudaSuccess;
+  const int64_t sums = p.outer * p.S * p.heads;
+  if (sums == 0) return cudaSuccess;
   const auto launch = [&](auto row, auto sum) {
     using Row = decltype(row);
-    const auto kernel = p.channels % 2 == 0 ? jax_dma_sum_kept_keys<Row, decltype(sum), 2>
-                                            : jax_dma_sum_kept_keys<Row, decltype(sum), 1>;
-    kernel<<<ceil_div(warps, kWarps), kThreads, 0, stream>>>(p);
+    using Sum = decltype(sum);
+    const auto kernel = p.channels % 2 == 1    ? jax_dma_sum_kept_keys<Row, Sum, 1, 8>
+                        : p.channels <= 2 * 64 ? jax_dma_sum_kept_keys<Row, Sum, 2, 2>
+                                               : jax_dma_sum_kept_keys<Row, Sum, 2, 4>;
+    kernel<<<ceil_div(sums, kThreads), kThreads, 0, stream>>>(p);
     return cudaGetLastError();
   };
   const auto with_sum = [&](auto row) { return p.sums_type == DType::kF32 ? launch(row, float{}) : launch(row, row); };

@@ -50,17 +50,22 @@ cudaError_t launch_backward_shape(const Problem& p, const BackwardBuffers& buffe
   const bool in_order = p.deterministic && buffers.dbias != nullptr;
   const int heads_per_launch = in_order ? 1 : heads, parts_per_launch = in_order && p.dbias.col == 0 ? 1 : parts;
   const int64_t shared_bytes = p.T * p.G * ((p.H + p.Hv) * 2 + kHeadDim * 4);  // q, dout and dq of a head
+  const bool bias_aligned = bias_is_aligned(p, p.bias), dbias_aligned = bias_is_aligned(p, p.dbias);
+  const bool general = kSmall || is_general<T>(p, bias_aligned, dbias_aligned, buffers.dbias != nullptr, ahead);
   scratch.order = tile_order(parts_per_launch, heads_per_launch, shared_bytes, processors());
   for (scratch.first_head = 0; scratch.first_head < heads; scratch.first_head += heads_per_launch)
     for (scratch.first_part = 0; scratch.first_part < parts && error == cudaSuccess;
          scratch.first_part += parts_per_launch)
       error = with_kinds(p, [&](auto mask, auto bias) {
-        using MaskKind =
-            std::conditional_t<kSmall, dense_mask, decltype(mask)>;  // small shapes are compiled once for all masks
-        return launch(jax_dma_sm80_backward<T, kHeadDim, kSmall, MaskKind, decltype(bias)>,
-                      int64_t{parts_per_launch} * heads_per_launch, Shape::kThreads, Shape::shared_bytes(p, ahead),
-                      stream, p, scratch, dbias_mode_of(p), bias_is_aligned(p, p.bias), bias_is_aligned(p, p.dbias),
-                      ahead);
+        const auto run = [&](auto kernel) {
+          return launch(kernel, int64_t{parts_per_launch} * heads_per_launch, Shape::kThreads,
+                        Shape::shared_bytes(p, ahead), stream, p, scratch, dbias_mode_of(p), bias_aligned,
+                        dbias_aligned, ahead);
+        };
+        if constexpr (!kSmall)
+          if (!general) return run(jax_dma_sm80_backward<T, kHeadDim, false, false, decltype(mask), decltype(bias)>);
+        // General instances, and so small shapes, are compiled once for all masks.
+        return run(jax_dma_sm80_backward<T, kHeadDim, kSmall, true, dense_mask, decltype(bias)>);
       });
   if (error == cudaSuccess && rows > 0)
     error = launch(jax_dma_sm80_reorder_dq<T, kHeadDim, kSmall>, ceil_div(rows * (kHeadDim / 4), kThreads), kThreads, 0,

@@ -146,6 +146,14 @@ struct MaskTile {
     }
   }
 
+  // Ones for the keys of a pair that are visible: bits 6 and 7 of byte kByte of a row's word.
+  template <int kByte>
+  __device__ static uint32_t pair_mask(uint32_t word) {
+    uint32_t mask;  // each half is the sign of a byte, eight times twice
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(mask) : "r"(word << 1), "r"(word), "n"(0xcc88 + 0x1111 * kByte));
+    return mask;
+  }
+
   // x = -inf where the bits are 0, for a warp whose columns begin at `column`.
   template <int kM, int kN>
   __device__ static void hide(float (&x)[kM][kN][4], uint32_t tile, const Problem& p, const ThreadRows<kRows>& rows,

@@ -43,6 +43,16 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const T* base, int64_t 
   }
 }
 
+// One pass of what follows; `where` is the table's word for its row, `base` where the thread's chunk of row 0 is.
+template <class T, int kRows, int kChannels, int kThreads>
+__device__ __forceinline__ void load_query_pass(uint32_t tile, const T* base, const View& view, uint32_t where,
+                                                int rows, int channels, int pass) {
+  using Load = ThreadLoad<kRows, kChannels, kThreads>;
+  const int offset = (where & 0xffff) * static_cast<int>(view.row) + (where >> 16) * static_cast<int>(view.group);
+  ptx::copy_async_16(Load::target(tile, pass), base + offset,
+                     Load::row(pass) < rows && Load::chunk() * 8 < channels ? 16 : 0);
+}
+
 // The same for the rows of a query tile (see RowTable), of which the first `rows` hold something.
 template <class T, int kRows, int kChannels, int kThreads, class Table>
 __device__ __forceinline__ void load_query_rows(uint32_t tile, const T* base, const View& view, const Table& table,
@@ -108,8 +118,14 @@ struct OperandB {  // two neighbouring 16 x 8 blocks
 // c [16 kM x 8 kN] += A [.. x kK] B [kK x ..] for one warp: its rows begin at `row`, its columns at `column`, multiples
 // of 16 kM and 8 kN. kARows and kBRows are the row counts of the stored tiles. Operands are read ahead of their use (by
 // more steps where a step is shorter): with two warps a scheduler nothing else hides the latency of shared memory.
-template <class T, int kM, int kN, int kK, int kARows, int kBRows, bool kATransposed, bool kBTransposed>
-__device__ __forceinline__ void multiply(float (&c)[kM][kN][4], uint32_t a_tile, uint32_t b_tile, int row, int column) {
+// beside(step, steps) is called in each step, for work that the products hide.
+struct Nothing {
+  __device__ void operator()(int, int) const {}
+};
+template <class T, int kM, int kN, int kK, int kARows, int kBRows, bool kATransposed, bool kBTransposed,
+          class Beside = Nothing>
+__device__ __forceinline__ void multiply(float (&c)[kM][kN][4], uint32_t a_tile, uint32_t b_tile, int row, int column,
+                                         const Beside& beside = {}) {
   constexpr int kPairs = kN / 2, kSteps = kK / 16 * kPairs;  // a step is one k block by one pair of column blocks
   constexpr int kAhead = kM == 1 ? 3 : 1, kBuffers = kAhead + 1;
   const auto a_operand = OperandA<kARows>::template at<kATransposed>(a_tile, row);
@@ -135,6 +151,7 @@ __device__ __forceinline__ void multiply(float (&c)[kM][kN][4], uint32_t a_tile,
       ptx::mma<T>(c[m][n], a[step / kPairs % kBuffers][m], b[step % kBuffers][0], b[step % kBuffers][1]);
       ptx::mma<T>(c[m][n + 1], a[step / kPairs % kBuffers][m], b[step % kBuffers][2], b[step % kBuffers][3]);
     }
+    beside(step, kSteps);
   }
 }
 

@@ -8,8 +8,14 @@
 //   dv += p^T dout, dk += ds^T q                dq += ds k (f32, bulk reduce-add), dbias = ds summed over what was
 //   broadcast
 //
+// Head dimensions up to 64 have tiles of 128 rows where there is no bias: half as many products, twice as much to do
+// between waiting.
+//
+// Head dimensions above 128: backward_wide.cuh.
+//
 // Warps. 0: TMA of k, v, q, dout, row statistics. 1: mask bits and bias. 2 and 3: dq and dbias of a consumer warpgroup
-// each, from shared memory to device memory. 4 to 7 and 8 to 11: 64 keys each, and one half of dq's channels.
+// each, from shared memory to device memory. 4 to 7 and 8 to 11: 64 keys each, and one half of dq: of its channels, or
+// of 128 rows.
 //
 // The products of a tile are issued in the order dp, dv, dk, dq, and s of the next tile behind them: exponentials run
 // beside dp, ds and dbias beside dv and dk, and the way out of dq beside the next s. Nothing is in flight from one
@@ -20,6 +26,8 @@
 // of row statistics 1 KB; one or two of bits (<= 1 KB) and bias (64 rows at most: 16 KB, f32 32 KB); dbias on its way
 // out.
 #pragma once
+
+#include <utility>
 
 #include "../live_tiles.cuh"
 #include "../sm80/logits.cuh"
@@ -33,21 +41,29 @@ using sm80::BlockOperands;
 using sm80::kLarge;
 using sm80::Mask;
 
-constexpr int kRows = 64;  // of a tile
-constexpr int kKeys = kKeyTile;
+constexpr int kRows = 64;        // of a tile, or half of one
+constexpr int kKeys = kKeyTile;  // of a block, but for head dimensions above 128
 constexpr int kQueryParts = kTileRows / kRows;
 constexpr int kThreads = 384, kConsumers = 256;
 
-template <int kHeadDim>
+// kHalves: how many times 64 rows a tile has. kStagedDQ: whether dq leaves by way of shared memory (of head dimensions
+// above 128).
+template <int kHeadDim, int kHalves = 1, bool kStagedDQ = true>
 struct BackwardShape {
+  static constexpr bool kWide = kHeadDim > 128;
+  static constexpr int kTile = kRows * kHalves;
   static constexpr int kPanels = kHeadDim / 64;  // tiles are panels of 64 channels, rows of 128 bytes, swizzled
-  static constexpr int kKVPanel = kKeys * 128, kQPanel = kRows * 128;
+  static constexpr int kKeys = kWide ? 64 : sm90::kKeys;  // of a block
+  static constexpr int kKVPanel = kKeys * 128, kQPanel = kTile * 128;
   static constexpr int kKVBytes = kPanels * kKVPanel, kQBytes = kPanels * kQPanel;
-  static constexpr int kDSBytes = kKeys * 128;  // [key][row]
-  static constexpr int kDQRegs = kHeadDim / 4;  // of a thread: 64 rows x half the channels over a warpgroup
-  static constexpr int kDQBytes = kRows * kHeadDim / 2 * 4;  // of a warpgroup
-  static constexpr int kDS = 2 * kKVBytes + 4 * kQBytes, kDQ = kDS + kDSBytes, kStats = kDQ + 2 * kDQBytes,
-                       kLogits = kStats + 2 * 8 * kRows;
+  static constexpr int kDSPanel = kKeys * 128, kDSBytes = kHalves * kDSPanel;  // panels of 64 rows, [key][row]
+  static constexpr int kDQRegs = kHalves * kHeadDim / 4;  // of a thread: 64 rows x half the channels over a warpgroup
+  static constexpr int kDQBytes = kTile * kHeadDim / 2 * 4;  // of a warpgroup
+  static constexpr int kDoutStages = kWide && kStagedDQ ? 1 : 2;
+  // dq on its way out: above 128 channels half of it, and p lies behind ds.
+  static constexpr int kDQStage = !kWide ? 2 * kDQBytes : kStagedDQ ? kDQBytes : 0;
+  static constexpr int kQ = 2 * kKVBytes, kDS = kQ + (2 + kDoutStages) * kQBytes,
+                       kDQ = kDS + (kWide ? 2 : 1) * kDSBytes, kStats = kDQ + kDQStage, kLogits = kStats + 16 * kTile;
 };
 
 // How this block's dbias leaves it.
@@ -58,6 +74,11 @@ enum class DBias : int {
   kPerRow,    // one row per (query, head)
   kPerHead,   // bias [.., N, 1, S]: sum over queries, one row per head
 };
+
+// How dbias of a tile is staged in shared memory: in T, of 1 << n rows that share it, or in f32. kAny: a kernel for all
+// that is rare: soft caps, groups whose size is not 1, 2, 4 or 8, intervals of query heads, a bias of another type. The
+// others do without that code: their loops fit in the instruction cache, or nearly so.
+enum class Staging : int { k1, k2, k4, k8, kF32, kAny };
 
 // What the host works out for a call. Offsets and sizes are in bytes of shared memory.
 struct BackwardPlan {
@@ -71,16 +92,36 @@ struct BackwardPlan {
   int bits_at, bits_stage, bias_at, bias_stage, bias_panel, dbias_at, dbias_panel;
   int logit_stages;  // of bits and bias
   int zero_queries;  // of a box of zeros; 0: a tile's
+  int special_at;    // SpecialRow of each row, if there is a bias
   int shared;        // bytes in all
   DBias dbias;
   bool bias_by_tma, bias_aligned, bias_batch;
   bool dbias_by_tma, dbias_f32, dbias_pairs, dbias_batch;  // pairs: two keys at a time are aligned
 };
 
+// What the kernels keep of a row's log-sum-exp: +inf where the row sees nothing or is padding; times log2(e) as long as
+// that is precise enough to be subtracted from a logit times log2(e); otherwise (with a bias only) such that `large()`
+// tells it exactly. Negative ones are above kHideBelow or so, which leaves room for positive ones of any size.
+struct RowStat {
+  float value;
+
+  __device__ static float of(float lse, bool bias) {
+    if (!bias || fabsf(lse) <= kLarge) return lse * kLog2e;
+    return lse > 0x1p102f ? -lse : 2.0f * lse;
+  }
+  __device__ bool blank() const { return value == INFINITY; }
+  __device__ bool special() const { return fabsf(value) > 1.5f * kLarge; }
+  __device__ float large() const { return value < -0x1p102f ? -value : 0.5f * value; }
+};
+
+// What the logits of a row need beside a bias if its log-sum-exp is very large, or if it sees nothing.
+struct SpecialRow {
+  float base, most;  // logit = min(logit - base, most)
+};
+
 // Scratch of the backward pass; rows are in tile order (tile * kRows + row).
 struct BackwardScratch {
-  float* row_stats;  // [B, K, tiles, 2, kRows]: log-sum-exp (+inf where the row sees nothing or is padding; times
-                     // log2(e) if there is no bias), delta
+  float* row_stats;  // [B, K, tiles, 2, kRows]: RowStat, -delta
   float* dq;         // [B, K, tiles, kRows * head dim], fragment order
   int* turn;         // [B, K, tiles, 2]: under `deterministic`, how many key tiles have added to a half of dq
   float* dbias;      // f32, dbias's shape, where several blocks add to one element; otherwise null
@@ -102,13 +143,14 @@ __device__ __forceinline__ void store_value(void* base, int64_t index, float val
 
 // Query (low half) and head (high half) of each row of a tile; rows past queries x heads repeat the last query.
 struct Rows {
-  uint32_t packed[kRows];
+  uint32_t packed[kTileRows];
 
   __device__ int query(int row) const { return packed[row] & 0xffff; }
   __device__ int head(int row) const { return packed[row] >> 16; }
 };
 
-// The live tiles of 64 rows of a key tile, backwards from plan tile `start` and then from the last one.
+// The live tiles of a block, whose first key is `key`, backwards from plan tile `start` and then from the last one.
+template <int kParts>
 struct Walk {
   int start, words, done = 0, tile = 0, parts = 0;
   uint32_t seen = 0, full = 0;
@@ -118,20 +160,19 @@ struct Walk {
       : start(start), words(static_cast<int>(ceil_div(p.query_tiles, kTilesPerWord))) {}
 
   template <class T>
-  __device__ int next(const Problem& p, const BlockOperands<T>& operands, int key_tile) {
-    const int tile_queries = queries_per_tile(p.G), queries = tile_queries / kQueryParts;
+  __device__ int next(const Problem& p, const BlockOperands<T>& operands, int key) {
+    const int tile_queries = queries_per_tile(p.G), queries = tile_queries / kParts;
     while (true) {
       while (parts > 0) {
-        const int index = tile * kQueryParts + --parts;
+        const int index = tile * kParts + --parts;
         const int t0 = index * queries, t1 = min(t0 + queries, static_cast<int>(p.T));
         if (t0 >= static_cast<int>(p.T)) continue;
         // Turns count whole tiles, so that every block can tell its own.
-        if (p.deterministic || !p.causal || key_tile * kKeys <= t1 - 1 + static_cast<int>(p.causal_offset()))
-          return index;
+        if (p.deterministic || !p.causal || key <= t1 - 1 + static_cast<int>(p.causal_offset())) return index;
       }
       while (seen == 0) {
         if (done > words) return -1;
-        const TileWord loaded = query_tiles_word(p, operands, key_tile, word_of(done), tile_queries);
+        const TileWord loaded = query_tiles_word(p, operands, key / kKeyTile, word_of(done), tile_queries);
         seen = loaded.seen, full = loaded.full;
         const uint32_t begun = ~0u >> (kTilesPerWord - 1 - start % kTilesPerWord);  // up to `start`
         if (done == 0) seen &= begun;
@@ -142,7 +183,7 @@ struct Walk {
       seen &= ~(1u << bit);
       tile_full = (full >> bit) & 1;
       tile = word_of(done - 1) * kTilesPerWord + bit;
-      parts = kQueryParts;
+      parts = kParts;
     }
   }
   __device__ int word_of(int step) const {
@@ -169,7 +210,7 @@ struct BackwardShared {
 };
 
 // Mask bits and bias of one tile into shared memory, by one warp.
-template <class T, Mask kMask, Bias kBias>
+template <class T, Mask kMask, Bias kBias, int kBlockKeys = kKeys, int kTile = kRows>
 __device__ __forceinline__ void load_logits(const Problem& p, const BackwardPlan& plan,
                                             const BlockOperands<T>& operands, const Rows& rows, uint32_t bits_tile,
                                             uint32_t bias_tile, int t0, int key, bool bits) {
@@ -177,11 +218,12 @@ __device__ __forceinline__ void load_logits(const Problem& p, const BackwardPlan
   if (kMask == Mask::kBits && bits) {
     const bool per_head = p.bits.group != 0;
 #pragma unroll 1
-    for (int r = lane; r < kRows >> plan.bits_shift; r += 32) {
+    for (int r = lane; r < kTile >> plan.bits_shift; r += 32) {
       const int row = r << plan.bits_shift, query = rows.query(row), head = per_head ? rows.head(row) : 0;
       const bool inside = t0 + query < static_cast<int>(p.T);
       const uint32_t* source =
-          operands.bits + (inside ? (t0 + query) * p.bits.row + head * p.bits.group + (key / 32) * p.bits.col : 0);
+          operands.bits +
+          (inside ? (t0 + query) * p.bits.row + head * p.bits.group + (key / kKeys * 4) * p.bits.col : 0);
       if (p.bits.col != 0) {
         ptx::copy_async_16(bits_tile + 16 * r, source, inside ? 16 : 0);
       } else {  // one word stands for all keys
@@ -192,11 +234,12 @@ __device__ __forceinline__ void load_logits(const Problem& p, const BackwardPlan
   }
   if (kBias == Bias::kTile && !plan.bias_by_tma) {
     const bool per_head = p.bias.group != 0;
-    const int bytes = p.bias_dtype == DType::kF32 ? 4 : 2, per_chunk = 16 / bytes, row_shift = bytes == 4 ? 5 : 4;
+    const int bytes = p.bias_dtype == DType::kF32 ? 4 : 2, per_chunk = 16 / bytes;
+    const int row_shift = (bytes == 4 ? 5 : 4) - (kBlockKeys == 64 ? 1 : 0);
     const int chunk = lane & ((1 << row_shift) - 1), c = key + chunk * per_chunk;
     const int keys = max(min(static_cast<int>(p.S) - c, per_chunk), 0);
 #pragma unroll 2
-    for (int r = lane >> row_shift; r < kRows >> plan.bias_shift; r += 32 >> row_shift) {
+    for (int r = lane >> row_shift; r < kTile >> plan.bias_shift; r += 32 >> row_shift) {
       const int row = r << plan.bias_shift, query = rows.query(row), head = per_head ? rows.head(row) : 0;
       const int valid = t0 + query < static_cast<int>(p.T) ? keys : 0;
       const char* source =
@@ -220,6 +263,12 @@ __device__ __forceinline__ void load_logits(const Problem& p, const BackwardPlan
   }
 }
 
+// Four neighbouring elements, 16-byte aligned.
+__device__ __forceinline__ void reduce_add(float* target, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
 // The lane, as something new in each iteration of a loop: addresses made of it are not kept in registers meanwhile.
 __device__ __forceinline__ int fresh_lane() {
   int lane = threadIdx.x % 32;
@@ -227,18 +276,25 @@ __device__ __forceinline__ int fresh_lane() {
   return lane;
 }
 
-// x = x * factor + bias^T, from a tile in shared memory. `key`: the first of this warp's 16, in the tile.
-template <class T>
-__device__ __forceinline__ void add_bias(float (&x)[32], const Problem& p, const BackwardPlan& plan, uint32_t tile,
-                                         int key, float factor) {
+// 64 rows of an accumulator of keys x rows.
+template <int kN>
+__device__ __forceinline__ float (&half_of(float (&x)[kN], int half))[32] {
+  return reinterpret_cast<float (&)[32]>(x[32 * half]);
+}
+
+// x = x * factor + bias^T, from a tile in shared memory. `key`: the first of this warp's 16, in the tile; `row`: its
+// first row.
+template <class T, bool kGeneral, int kN>
+__device__ __forceinline__ void add_bias(float (&x)[kN], const Problem& p, const BackwardPlan& plan, uint32_t tile,
+                                         int key, float factor, int row = 0) {
   const int lane = fresh_lane(), shift = plan.bias_shift;
-  if (p.bias_dtype == DType::kF32) {
+  if (kGeneral && p.bias_dtype == DType::kF32) {
     tile += key / 32 * plan.bias_panel;
 #pragma unroll
-    for (int c = 0; c < 8; ++c)
+    for (int c = 0; c < kN / 4; ++c)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int r = (8 * c + 2 * (lane % 4) + (e & 1)) >> shift, k = key % 32 + lane / 4 + 4 * (e & 2);
+        const int r = (row + 8 * c + 2 * (lane % 4) + (e & 1)) >> shift, k = key % 32 + lane / 4 + 4 * (e & 2);
         float value;
         asm volatile("ld.shared.f32 %0, [%1];"
                      : "=f"(value)
@@ -253,8 +309,8 @@ __device__ __forceinline__ void add_bias(float (&x)[32], const Problem& p, const
     const int chunk = key % 64 / 8 + (lane / 8) % 2;
     const uint32_t panel = tile + key / 64 * plan.bias_panel;
 #pragma unroll
-    for (int c = 0; c < 8; c += 2) {
-      const int r = (8 * (c + lane / 16) + lane % 8) >> shift;
+    for (int c = 0; c < kN / 4; c += 2) {
+      const int r = (row + 8 * (c + lane / 16) + lane % 8) >> shift;
       uint32_t pair[4];
       ptx::load_matrix_transposed(pair, panel + r * 128 + ((chunk ^ (r & 7)) << 4));
 #pragma unroll
@@ -265,8 +321,91 @@ __device__ __forceinline__ void add_bias(float (&x)[32], const Problem& p, const
       }
     }
   };
-  if (p.bias_dtype == DType::kBF16) add(__nv_bfloat16());
+  if constexpr (!kGeneral) add(T());
+  else if (p.bias_dtype == DType::kBF16) add(__nv_bfloat16());
   else add(__half());
+}
+
+// The queries that see each of a thread's two keys: first <= query < last.
+struct SeenBy {
+  int first[2], last[2];
+
+  // `key`: the first of the two. Intervals that differ among the heads of a group are left to the user.
+  template <Mask kMask, class T>
+  __device__ __forceinline__ static SeenBy of(const Problem& p, const BlockOperands<T>& operands, int key) {
+    constexpr int kNever = 1 << 30;
+    SeenBy seen;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int s = key + 8 * h, length = static_cast<int>(p.T);
+      seen.first[h] = p.causal ? s - static_cast<int>(p.causal_offset()) : 0, seen.last[h] = length;
+      if (s >= static_cast<int>(p.S)) {
+        seen.first[h] = kNever;
+      } else if (kMask != Mask::kNone && p.start.present() && p.start.group == 0) {
+        seen.first[h] = min(max(seen.first[h], operands.start[s]), kNever);
+        seen.last[h] = max(min(operands.end[s], length), 0);
+      }
+    }
+    return seen;
+  }
+};
+
+// Sets x to `value` where S, causality or intervals hide a position. `key`: the first of the thread's two keys;
+// `first_row`: of x, in the tile.
+template <Mask kMask, bool kGeneral, class T, int kN>
+__device__ __forceinline__ void hide_positions(float (&x)[kN], float value, const Problem& p, const BackwardPlan& plan,
+                                               const BlockOperands<T>& operands, const Rows& rows, const SeenBy& seen,
+                                               int t0, int key, int first_row = 0) {
+  const bool per_head = kMask != Mask::kNone && p.start.present() && p.start.group != 0;
+  const int lane = threadIdx.x % 32, shift = plan.group_shift;
+  if (!kGeneral || (shift >= 0 && !per_head)) {
+    t0 += first_row >> shift;
+    // Row 8 c + 2 (lane % 4) + e is of query (8 c >> shift) + (2 (lane % 4) + e >> shift): a range of c sees a key.
+    const auto range = [&](int h, int e) {
+      constexpr int kRounds = kN / 4;
+      const int query = t0 + ((2 * (lane % 4) + e) >> shift), round = (8 >> shift) - 1;
+      const auto below = [&](int t) { return (1u << min(max((t - query + round) >> (3 - shift), 0), kRounds)) - 1; };
+      return (kMask == Mask::kNone ? (1u << kRounds) - 1 : below(seen.last[h])) & ~below(seen.first[h]);
+    };
+    const auto hide = [&](auto alike) {
+      constexpr bool kAlike = decltype(alike)::value;  // two neighbouring rows are of one query
+      constexpr uint32_t kAll = (1u << kN / 4) - 1;
+      uint32_t visible[2][2], all = kAll;
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) all &= visible[h][e] = kAlike && e == 1 ? visible[h][0] : range(h, e);
+      if (__all_sync(~0u, all == kAll)) return;
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+#pragma unroll
+          for (int c = 0; c < kN / 4; ++c)
+            if ((visible[h][e] & (1u << c)) == 0) x[4 * c + 2 * h + e] = value;
+    };
+    if (kMask == Mask::kIntervals && shift > 0) hide(std::true_type());
+    else hide(std::false_type());
+    return;
+  }
+  uint32_t outside = 0;  // bit i: x[i] is to be hidden
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int s = key + 8 * h;
+#pragma unroll 1
+    for (int c = 0; c < kN / 2; ++c) {
+      const int row = first_row + 8 * (c / 2) + 2 * (lane % 4) + c % 2, t = t0 + rows.query(row);
+      int first = seen.first[h], last = seen.last[h];
+      if (per_head && s < static_cast<int>(p.S)) {
+        const int64_t at = s + rows.head(row) * p.start.group;
+        first = max(first, operands.start[at]), last = operands.end[at];
+      }
+      if (t < first || (kMask != Mask::kNone && t >= last)) outside |= 1u << (4 * (c / 2) + 2 * h + c % 2);
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < kN; ++c)
+    if (outside & (1u << c)) x[c] = value;
 }
 
 // Sums of ds^T over 1 << shift neighbouring rows of a thread's accumulators: over pairs in the thread, over quads and
@@ -331,33 +470,46 @@ __device__ __forceinline__ void stage_dbias_16(const float (&ds)[32], uint32_t p
   }
 }
 
+// use(0), ..., use(kCount - 1), as constants.
+template <int kCount, class Use, int... i>
+__device__ __forceinline__ void for_each(const Use& use, std::integer_sequence<int, i...>) {
+  (use(std::integral_constant<int, i>()), ...);
+}
+template <int kCount, class Use>
+__device__ __forceinline__ void for_each(const Use& use) {
+  for_each<kCount>(use, std::make_integer_sequence<int, kCount>());
+}
+
 // The same in f32; `key` counts from the first of the tile, and so do the panels.
 __device__ __forceinline__ void stage_dbias_32(const float (&ds)[32], uint32_t panels, int panel_bytes, int key,
                                                int shift) {
   const GroupSums sums{ds};
   const int lane = fresh_lane(), j = lane % 4;
-  const auto put = [&](int row, int h, float value) {
+  // Rows that are 8 apart lie 1 KB apart.
+  const auto address = [&](int row, int h) {
     const int k = key % 32 + lane / 4 + 8 * h;
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(panels + key / 32 * panel_bytes + row * 128 +
-                                                 (((k / 4) ^ (row & 7)) << 4) + k % 4 * 4),
-                 "f"(value)
-                 : "memory");
+    return panels + key / 32 * panel_bytes + row * 128 + (((k / 4) ^ (row & 7)) << 4) + k % 4 * 4;
+  };
+  const auto put = [](uint32_t first, auto octet, float value) {
+    asm volatile("st.shared.f32 [%0 + %1], %2;" ::"r"(first), "n"(octet.value * 1024), "f"(value) : "memory");
   };
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (shift == 0) {
-#pragma unroll
-      for (int c = 0; c < 8; ++c)
-        put(8 * c + 2 * j, h, ds[4 * c + 2 * h]), put(8 * c + 2 * j + 1, h, ds[4 * c + 2 * h + 1]);
+      const uint32_t even = address(2 * j, h), odd = address(2 * j + 1, h);
+      for_each<8>([&](auto c) { put(even, c, ds[4 * c.value + 2 * h]), put(odd, c, ds[4 * c.value + 2 * h + 1]); });
     } else if (shift == 1) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) put(4 * i + j, h, sums.pair(i, h));
+      const uint32_t first = address(j, h), second = address(4 + j, h);
+      for_each<4>(
+          [&](auto c) { put(first, c, sums.pair(2 * c.value, h)), put(second, c, sums.pair(2 * c.value + 1, h)); });
     } else if (shift == 2) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) put(4 * i + 2 * (j % 2) + j / 2, h, sums.quad(i, h));
+      const int row = 2 * (j % 2) + j / 2;
+      const uint32_t first = address(row, h), second = address(4 + row, h);
+      for_each<2>(
+          [&](auto c) { put(first, c, sums.quad(2 * c.value, h)), put(second, c, sums.quad(2 * c.value + 1, h)); });
     } else {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) put(4 * i + j, h, sums.octet(i, h));
+      const std::integral_constant<int, 0> only;
+      put(address(j, h), only, sums.octet(0, h)), put(address(4 + j, h), only, sums.octet(1, h));
     }
   }
 }
@@ -384,7 +536,7 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t sourc
 
 // Where dbias goes that TMA cannot address or that is summed over more: rows of this block's 128 keys, from ds in
 // shared memory. By two warps, each thread with two neighbouring keys.
-template <class T>
+template <class T, int kBlockKeys = kKeys>
 struct DBiasWriter {
   const Problem& p;
   const Rows& rows;
@@ -420,7 +572,7 @@ struct DBiasWriter {
     return ptx::unpack<T>(bits).x;
   }
 
-  // `thread` is 0 to 63.
+  // `thread` is 0 to 63, of 64 keys 0 to 31.
   __device__ void write(uint32_t ds, int t0, int thread) const {
     const int queries = min(queries_per_tile(p.G) / kQueryParts, static_cast<int>(p.T) - t0), count = queries * p.G;
     if (p.dbias.col == 0) {
@@ -437,7 +589,7 @@ struct DBiasWriter {
       }
       return;
     }
-    if (pairs && key + kKeys <= p.S) {
+    if (pairs && key + kBlockKeys <= p.S) {
       if (summed != nullptr)
         write_rows(summed, ds, t0, count, k, [](float* at, float a, float b) {
           asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(at), "f"(a), "f"(b) : "memory");
@@ -507,7 +659,7 @@ struct DBiasWriter {
 #pragma unroll 1
       for (int j = 0; j < summands; ++j)
 #pragma unroll
-        for (int i = 0; i < kKeys / 32; ++i) sum += element(ds, lane + 32 * i, r * first + j * step);
+        for (int i = 0; i < kBlockKeys / 32; ++i) sum += element(ds, lane + 32 * i, r * first + j * step);
       for (int mask = 16; mask > 0; mask >>= 1) sum += __shfl_xor_sync(~0u, sum, mask);
       const int t = t0 + (mode == DBias::kPerQuery ? r : mode == DBias::kPerRow ? rows.query(r) : 0);
       const int g = mode == DBias::kPerRow ? rows.head(r) : mode == DBias::kPerHead ? r : 0;
@@ -526,6 +678,22 @@ struct DBiasWriter {
   }
 };
 
+// Word j of lane 4 i + k becomes word k of lane 4 i + j.
+__device__ __forceinline__ void transpose_words(uint32_t (&words)[4]) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool upper = (lane & bit) != 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j & bit) continue;
+      const uint32_t received = __shfl_xor_sync(~0u, upper ? words[j] : words[j + bit], bit);
+      words[j] = upper ? received : words[j];
+      words[j + bit] = upper ? words[j + bit] : received;
+    }
+  }
+}
+
 // Blocks of one head begin where the newest of them is, so that q, dout and dq are in the L2 cache: the head's first
 // two turns, which nothing else uses then, tell which block that is and its plan tile. The order of additions to dq is
 // arbitrary anyway.
@@ -541,19 +709,23 @@ __device__ __forceinline__ int first_tile(const Problem& p, const BackwardScratc
   return tile == 0 ? last : tile - 1;
 }
 
-template <class T, int kHeadDim, class MaskKind, class BiasKind>
+template <class T, int kHeadDim, class MaskKind, class BiasKind, Staging kStaging, int kHalves = 1>
 __global__ void __launch_bounds__(kThreads, 1)
     jax_dma_sm90_backward(const __grid_constant__ Problem p, const __grid_constant__ BackwardMaps maps,
                           const __grid_constant__ BackwardScratch scratch, const __grid_constant__ BackwardPlan plan) {
-  using Shape = BackwardShape<kHeadDim>;
+  using Shape = BackwardShape<kHeadDim, kHalves>;
+  constexpr int kTile = Shape::kTile, kParts = kTileRows / kTile;
   constexpr Mask kMask = MaskKind::kind;
   constexpr Bias kBias = BiasKind::kind;
+  constexpr bool kGeneral = kStaging == Staging::kAny;
+  static_assert(kHalves == 1 || kBias != Bias::kTile);
   constexpr int kPanels = Shape::kPanels, kQPanel = Shape::kQPanel, kKVPanel = Shape::kKVPanel;
   constexpr bool kLogits = kMask == Mask::kBits || kBias == Bias::kTile;  // something is loaded for each tile of logits
+  constexpr bool kFewRegisters = kHeadDim * kHalves == 128;
   // Where registers are short ds is made of p as the products see it, in 16 bits.
-  constexpr bool kPackedP = kHeadDim == 128;
+  constexpr bool kPackedP = kFewRegisters;
   constexpr bool kHideFirst = kBias != Bias::kNone;  // before the exponentials
-  constexpr int kProducerRegs = kHeadDim == 64 ? 88 : 40, kConsumerRegs = kHeadDim == 64 ? 208 : 232;
+  constexpr int kProducerRegs = kFewRegisters ? 40 : 88, kConsumerRegs = kFewRegisters ? 232 : 208;
   // What a block is launched with: 168 registers for each of 384 threads. More would be waited for forever.
   static_assert(kProducerRegs + 2 * kConsumerRegs <= 3 * 168);
 
@@ -563,14 +735,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t k_tile = ptx::shared_address(dynamic), v_tile = k_tile + Shape::kKVBytes,
                  q_tiles = v_tile + Shape::kKVBytes, dout_tiles = q_tiles + 2 * Shape::kQBytes,
                  ds_tile = k_tile + Shape::kDS;
-  float* const stats = reinterpret_cast<float*>(dynamic + Shape::kStats);  // [stage][log-sum-exp, delta][row]
+  float* const stats = reinterpret_cast<float*>(dynamic + Shape::kStats);  // [stage][half][log-sum-exp, -delta][row]
+  // Where the block's i-th tile of q and of dout lies.
+  const auto q_at = [&](int i) { return q_tiles + (i & 1) * Shape::kQBytes; };
+  const auto dout_at = [&](int i) { return dout_tiles + (i & 1) * Shape::kQBytes; };
 
   // Some heads at a time, so that what they share stays in the L2 cache, and of these the first keys first: under a
   // causal mask the most queries see them, and a long block that starts late is waited for.
   const int chunk = blockIdx.x / (plan.chunk * plan.parts), block = blockIdx.x % (plan.chunk * plan.parts);
   const int width = min(plan.chunk, plan.heads - chunk * plan.chunk);
   const int key_tile = plan.first_part + block / width, head = plan.first_head + chunk * plan.chunk + block % width;
-  const int key = key_tile * kKeys, queries = queries_per_tile(p.G) / kQueryParts;
+  const int key = key_tile * kKeys, queries = queries_per_tile(p.G) / kParts;
   // dbias of a tile leaves by TMA, or is read from ds.
   const bool staged_dbias = kBias == Bias::kTile && plan.dbias_by_tma,
              read_dbias = kBias == Bias::kTile && plan.dbias != DBias::kNone && !plan.dbias_by_tma;
@@ -598,24 +773,24 @@ __global__ void __launch_bounds__(kThreads, 1)
     shared.dv = offset_of(p, p.dv, head / p.K, head % p.K, 0);
     shared.start = first_tile(p, scratch, head, key_tile);
   }
-  for (int r = threadIdx.x; r < kRows; r += kThreads)
+  for (int r = threadIdx.x; r < kTile; r += kThreads)
     shared.rows.packed[r] = r < queries * p.G ? r / p.G | (r % p.G) << 16 : queries - 1;
   // Rows of q and dout that no load reaches.
   for (int i = threadIdx.x + queries * p.G * 8; i < kQPanel / 16; i += kThreads)
     for (int panel = 0; panel < 4 * kPanels; ++panel)
-      *reinterpret_cast<uint4*>(dynamic + 2 * Shape::kKVBytes + panel * kQPanel + 16 * i) = uint4{0, 0, 0, 0};
+      *reinterpret_cast<uint4*>(dynamic + Shape::kQ + panel * kQPanel + 16 * i) = uint4{0, 0, 0, 0};
   fence_async_proxy();
   __syncthreads();
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < 4) {
     give_registers<kProducerRegs>();
-    Walk walk(p, shared.start);
+    Walk<kParts> walk(p, shared.start);
     if (warp == 0) {
       const int kv_head = head % p.K, bytes = kPanels * queries * p.G * 128;
       int i = 0;
 #pragma unroll 1
-      for (int tile = walk.next(p, operands, key_tile); tile >= 0; tile = walk.next(p, operands, key_tile), ++i) {
+      for (int tile = walk.next(p, operands, key); tile >= 0; tile = walk.next(p, operands, key), ++i) {
         const int stage = i & 1, parity = (i >> 1 & 1) ^ 1, t0 = tile * queries;
         if (lane == 0) {
           if (i == 0) {
@@ -634,19 +809,20 @@ __global__ void __launch_bounds__(kThreads, 1)
           shared.info[stage] = TileInfo{tile, hidden};
           if (!p.deterministic && scratch.dbias == nullptr) {
             volatile int* const front = scratch.turn + 2 * head * scratch.tiles;
-            if (front[0] == key_tile + 1) front[1] = tile / kQueryParts + 1;
+            if (front[0] == key_tile + 1) front[1] = tile / kParts + 1;
           }
-          arrive_expecting(&shared.q_full[stage], bytes + 8 * kRows);
+          arrive_expecting(&shared.q_full[stage], bytes + 8 * kTile);
           for (int panel = 0; panel < kPanels; ++panel)
-            load_box(q_tiles + stage * Shape::kQBytes + panel * kQPanel, &maps.q, &shared.q_full[stage], 64 * panel,
-                     kv_head * p.G, t0, shared.q_batch);
-          load_bytes(k_tile + Shape::kStats + stage * 8 * kRows,
-                     scratch.row_stats + (head * scratch.tiles + tile) * (2 * kRows), 8 * kRows, &shared.q_full[stage]);
+            load_box(q_at(i) + panel * kQPanel, &maps.q, &shared.q_full[stage], 64 * panel, kv_head * p.G, t0,
+                     shared.q_batch);
+          load_bytes(k_tile + Shape::kStats + stage * 8 * kTile,
+                     scratch.row_stats + (head * scratch.tiles + tile * kHalves) * (2 * kRows), 8 * kTile,
+                     &shared.q_full[stage]);
           wait(&shared.dout_free[stage], parity);
           arrive_expecting(&shared.dout_full[stage], bytes);
           for (int panel = 0; panel < kPanels; ++panel)
-            load_box(dout_tiles + stage * Shape::kQBytes + panel * kQPanel, &maps.dout, &shared.dout_full[stage],
-                     64 * panel, kv_head * p.G, t0, shared.dout_batch);
+            load_box(dout_at(i) + panel * kQPanel, &maps.dout, &shared.dout_full[stage], 64 * panel, kv_head * p.G, t0,
+                     shared.dout_batch);
         }
         __syncwarp();
       }
@@ -659,7 +835,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (kLogits) {
         int stage = 0, parity = 1;
 #pragma unroll 1
-        for (int tile = walk.next(p, operands, key_tile); tile >= 0; tile = walk.next(p, operands, key_tile)) {
+        for (int tile = walk.next(p, operands, key); tile >= 0; tile = walk.next(p, operands, key)) {
           wait(&shared.logits_free[stage], parity);
           const uint32_t bias_tile = k_tile + plan.bias_at + stage * plan.bias_stage;
           if (kBias == Bias::kTile && plan.bias_by_tma && lane == 0) {
@@ -672,8 +848,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                        0, tile * queries, p.bias.kv != 0 ? head % p.K : 0, plan.bias_batch ? head / p.K : 0);
           }
           __syncwarp();
-          load_logits<T, kMask, kBias>(p, plan, operands, shared.rows, k_tile + plan.bits_at + stage * plan.bits_stage,
-                                       bias_tile, tile * queries, key, p.bits.present() && !walk.tile_full);
+          load_logits<T, kMask, kBias, kKeys, kTile>(p, plan, operands, shared.rows,
+                                                     k_tile + plan.bits_at + stage * plan.bits_stage, bias_tile,
+                                                     tile * queries, key, p.bits.present() && !walk.tile_full);
           arrive_after_copies(&shared.logits_full[stage]);
           arrive(&shared.logits_full[stage]);
           if (++stage == plan.logit_stages) stage = 0, parity ^= 1;
@@ -698,17 +875,34 @@ __global__ void __launch_bounds__(kThreads, 1)
           store_box(map, source + i * panel, scratch.dbias != nullptr, key + 64 * group + 32 * i, t0,
                     p.dbias.kv != 0 ? head % p.K : 0, plan.dbias_batch ? head / p.K : 0);
       };
+      // In units of 64 rows x half the channels: a half of the channels, or of 128 rows with all channels.
+      const auto place_of = [&](int tile) {
+        return kHalves == 1 ? 2 * (head * scratch.tiles + tile) + group : 2 * (head * scratch.tiles + 2 * tile + group);
+      };
+      // Channels that are not there: a half of all rows, or of a group's rows.
+      const bool any_channels = kHalves == 2 || group * (kHeadDim / 2) < p.H;
+      const int dq_bytes = kHalves == 2 && p.H <= kHeadDim / 2 ? Shape::kDQBytes / 2 : Shape::kDQBytes;
       int i = 0;
+      int *due = nullptr, due_turn = 0;
+      const auto pass_turn = [&] {  // once what was added is in memory
+        if (lane == 0 && due != nullptr) {
+          bulk_wait();
+          ptx::store_release(due, due_turn);
+        }
+        due = nullptr;
+      };
 #pragma unroll 1
-      for (int tile = walk.next(p, operands, key_tile); tile >= 0; tile = walk.next(p, operands, key_tile), ++i) {
+      for (int tile = walk.next(p, operands, key); tile >= 0; tile = walk.next(p, operands, key), ++i) {
+        const int64_t place = place_of(tile);
         int turn = 0;
         if (p.deterministic) {  // key tiles add to dq in their own order: how many come before
 #pragma unroll 1
           for (int word = 0; word <= key_tile / kTilesPerWord; ++word) {
-            uint32_t seen = key_tiles_word(p, operands, tile / kQueryParts, word, queries_per_tile(p.G)).seen;
+            uint32_t seen = key_tiles_word(p, operands, tile / kParts, word, queries_per_tile(p.G)).seen;
             if (word == key_tile / kTilesPerWord) seen &= (1u << (key_tile % kTilesPerWord)) - 1;
             turn += __popc(seen);
           }
+          pass_turn();
         }
         if constexpr (kBias == Bias::kTile) {
           if (read_dbias) {
@@ -723,24 +917,24 @@ __global__ void __launch_bounds__(kThreads, 1)
             arrive(&shared.dbias_free[group]);
           }
         }
+        if (p.deterministic) {
+          due = scratch.turn + place, due_turn = turn + 1;
+          if (lane == 0)
+            while (ptx::load_acquire(due) != turn) __nanosleep(32);
+          __syncwarp();
+        }
         if (lane == 0) {
           wait(&shared.dq_full[group], i & 1);
-          const int64_t half = 2 * (head * scratch.tiles + tile) + group;
-          if (p.deterministic) {
-            while (ptx::load_acquire(scratch.turn + half) != turn) __nanosleep(32);
-            asm volatile("fence.proxy.async;" ::: "memory");
+          if (p.deterministic) asm volatile("fence.proxy.async;" ::: "memory");
+          if (any_channels) {
+            bulk_reduce_add(scratch.dq + place * (kRows * kHeadDim / 2), dq_stage, dq_bytes);
+            bulk_wait_read();
           }
-          bulk_reduce_add(scratch.dq + half * (kRows * kHeadDim / 2), dq_stage, Shape::kDQBytes);
-          bulk_wait_read();
           arrive(&shared.dq_free[group]);
-          if (p.deterministic) {
-            bulk_wait();
-            __threadfence();
-            ptx::store_release(scratch.turn + half, turn + 1);
-          }
         }
         __syncwarp();
       }
+      pass_turn();
       if constexpr (kBias == Bias::kTile) {
         if (plan.dbias != DBias::kNone && scratch.dbias == nullptr) {  // zeros in the tiles that were skipped
           const bool wide = plan.zero_queries > 0;  // where dq was there is room for boxes of more than a tile
@@ -753,12 +947,12 @@ __global__ void __launch_bounds__(kThreads, 1)
             fence_async_proxy();
             __syncwarp();
           }
-          Walk again(p, static_cast<int>(p.query_tiles) - 1);
+          Walk<kParts> again(p, static_cast<int>(p.query_tiles) - 1);
           int tile = static_cast<int>(ceil_div(p.T, queries));
 #pragma unroll 1
           while (tile >= 0) {
             const int end = tile;
-            tile = again.next(p, operands, key_tile);
+            tile = again.next(p, operands, key);
             if (!staged_dbias) {
               writer.clear(tile + 1, end, threadIdx.x - 64);
             } else if (lane == 0) {
@@ -799,13 +993,17 @@ __global__ void __launch_bounds__(kThreads, 1)
                           : __half2float(reinterpret_cast<const __half*>(operands.bias)[index]);
     }
   }
-  // From the units of x, below, to log2.
-  const float log2_factor = kBias == Bias::kNone && p.softcap == 0.0f ? p.scale * kLog2e : kLog2e;
+  // Kept in registers where each tile may need it.
+  const SeenBy seen = kMask == Mask::kIntervals ? SeenBy::of<kMask>(p, operands, key + k0) : SeenBy();
+  // From the units of s, times scale or not, to log2.
+  const bool capped = kGeneral && p.softcap != 0.0f;
+  const float log2_factor = kBias == Bias::kNone && !capped ? p.scale * kLog2e : kLog2e;
   const uint32_t k_group = k_tile + group * 64 * 128, v_group = v_tile + group * 64 * 128;
-  // dq: 64 rows by this group's half of the channels.
-  const uint32_t k_half = kPanels == 2 ? k_tile + group * kKVPanel : k_tile + group * 64;
+  // dq: 64 rows by this group's half of the channels, or this group's 64 rows by all channels.
+  const uint32_t k_half = kHalves == 2 ? k_tile : kPanels == 2 ? k_tile + group * kKVPanel : k_tile + group * 64;
   float* const dq_stage = reinterpret_cast<float*>(dynamic + Shape::kDQ + group * Shape::kDQBytes);
-  float x[32];
+  float s_p[32 * kHalves], dp_ds[32 * kHalves], dq[Shape::kDQRegs];
+  uint32_t packed[kHalves][16], ds[kHalves][16];  // p and ds in 16 bits
 
   // Where the thread's words of ds lie: word c holds rows 8 (c / 2) + 2 (lane % 4), + 1 and key k0 + 8 (c % 2).
   struct WordsOfDS {
@@ -822,308 +1020,271 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncwarp();
     if (lane == 0) arrive(barrier);
   };
-  const auto issue_s = [&](uint32_t q_tile) {
-    const uint64_t k_rows = operand(k_group), q_rows = operand(q_tile);
+  const auto issue_s = [&](int i) __attribute__((always_inline)) {
+    const uint64_t k_rows = operand(k_group), q_rows = operand(q_at(i));
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < kHeadDim / 16; ++c)
-      wgmma_shared<T>(x, advance(k_rows, (c / 4) * kKVPanel + (c % 4) * 32),
+      wgmma_shared<T>(s_p, advance(k_rows, (c / 4) * kKVPanel + (c % 4) * 32),
                       advance(q_rows, (c / 4) * kQPanel + (c % 4) * 32), c > 0);
     wgmma_commit();
   };
-
-  // Waits for dout of a tile. Whether it has rows that see nothing or are padding, or rows of very large logits: they
-  // need care that others are spared.
-  const auto prepare = [&](int stage, int parity) {
-    float* const lse = stats + stage * 2 * kRows;
-    const uint32_t dout_tile = dout_tiles + stage * Shape::kQBytes;
-    bool special = false;
+  const auto issue_dp = [&](int i) __attribute__((always_inline)) {
+    const uint64_t v_rows = operand(v_group), dout_rows = operand(dout_at(i));
+    wgmma_fence();
 #pragma unroll
-    for (int r = 0; r < kRows; r += 32)
-      special |= fabsf(lse[r + lane]) > kLarge && (kBias != Bias::kNone || r + lane < queries * p.G);
-    special = __any_sync(~0u, special);  // the same for every warp
-    wait(&shared.dout_full[stage], parity);
-    if (special) {
-      // Whatever the cotangents of a row that sees nothing hold must not reach the products, in which 0 * NaN is NaN.
-#pragma unroll 1
-      for (int j = threadIdx.x - 128; j < kRows * 8 * kPanels; j += kConsumers) {
-        const int panel = j / (kRows * 8), r = j / 8 % kRows;
-        const uint32_t chunk = dout_tile + panel * kQPanel + r * 128 + j % 8 * 16;
-        if (lse[r] == INFINITY) {
-          ptx::store_shared(chunk, make_uint4(0, 0, 0, 0));
-        } else if (kBias != Bias::kNone && fabsf(lse[r]) > kLarge) {
-          const int t = shared.info[stage].tile * queries + shared.rows.query(r);
-          const float factor = operands.weight_factor(p, t, shared.rows.head(r));
-          ptx::scale_shared<T>(chunk, factor);
-          if (panel == 0 && j % 8 == 0) lse[kRows + r] *= factor;
-        }
-      }
-      fence_async_proxy();
-      named_sync(4, kConsumers);
-    }
-    return special;
+    for (int c = 0; c < kHeadDim / 16; ++c)
+      wgmma_shared<T>(dp_ds, advance(v_rows, (c / 4) * kKVPanel + (c % 4) * 32),
+                      advance(dout_rows, (c / 4) * kQPanel + (c % 4) * 32), c > 0);
+    wgmma_commit();
   };
-
-  wait(&shared.q_full[0], 0);
-  int tile = shared.info[0].tile;
-  bool special = false;
-  if (tile >= 0) {
-    wait(&shared.kv_full, 0);
-    issue_s(q_tiles);
-    special = prepare(0, 0);
-    wgmma_wait<0>();
-    hold(x);
-  }
-#pragma unroll 1
-  for (int i = 0; tile >= 0; ++i) {
-    const int stage = i & 1, parity = i >> 1 & 1;
-    const int logit_stage = plan.logit_stages == 2 ? stage : 0, logit_parity = plan.logit_stages == 2 ? parity : stage;
-    const uint32_t q_tile = q_tiles + stage * Shape::kQBytes, dout_tile = dout_tiles + stage * Shape::kQBytes;
-    const float* const lse = stats + stage * 2 * kRows;
-    const float2* const lse2 = reinterpret_cast<const float2*>(lse) + lane % 4;  // of the rows in this thread's columns
-
-    float y[32];
-    const auto issue_dp = [&] {
-      const uint64_t v_rows = operand(v_group), dout_rows = operand(dout_tile);
-      wgmma_fence();
-#pragma unroll
-      for (int c = 0; c < kHeadDim / 16; ++c)
-        wgmma_shared<T>(y, advance(v_rows, (c / 4) * kKVPanel + (c % 4) * 32),
-                        advance(dout_rows, (c / 4) * kQPanel + (c % 4) * 32), c > 0);
-      wgmma_commit();
-    };
-    issue_dp();
-    if (kLogits) wait(&shared.logits_full[logit_stage], logit_parity);
-    float factor = p.scale;
-    if (p.softcap != 0.0f) {
-      // x: the capped logits; their derivative waits where ds will be.
-      wait(&shared.ds_free, (i & 1) ^ 1);
-      if (read_dbias) wait(&shared.dbias_free[0], (i & 1) ^ 1);
-      const float inner = p.scale / p.softcap;
-      factor = 1.0f;
-      const WordsOfDS words(ds_keys);
-#pragma unroll
-      for (int c = 0; c < 16; ++c) {
-        const float a = ptx::tanh(x[2 * c] * inner), b = ptx::tanh(x[2 * c + 1] * inner);
-        x[2 * c] = p.softcap * a, x[2 * c + 1] = p.softcap * b;
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(words.at(c)), "r"(ptx::pack<T>(1.0f - a * a, 1.0f - b * b))
-                     : "memory");
-      }
-    }
-    if constexpr (kBias == Bias::kTile) {
-      add_bias<T>(x, p, plan, k_tile + plan.bias_at + logit_stage * plan.bias_stage, warp_key, factor);
-    } else if constexpr (kBias == Bias::kKey) {
-#pragma unroll
-      for (int c = 0; c < 32; ++c) x[c] = fmaf(x[c], factor, key_bias[c / 2 % 2]);
-    }
-    if (kBias != Bias::kNone && special) {
-#pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        const float2 l = lse2[4 * c];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float row_lse = e & 1 ? l.y : l.x;
-          float& z = x[4 * c + e];
-          // In a row of padding x may be NaN: it meets biases that are hidden from all others.
-          z = row_lse == INFINITY ? -INFINITY : fabsf(row_lse) > kLarge ? z - row_lse : z;
-        }
-      }
-    }
-    // Hidden positions are 0 in p, whatever they met on the way.
-    const auto hide = [&](float value) {
-      const int hidden = shared.info[stage].hidden;
-      if (kMask == Mask::kBits && (hidden & kTestBits)) {
-        const int shift = plan.bits_shift, step = 128 >> shift;  // between rows that are 8 apart
-        const uint32_t first = k_tile + plan.bits_at + logit_stage * plan.bits_stage + warp_key / 32 * 4 +
-                               ((2 * (lane % 4)) >> shift) * 16;
-        const uint32_t bit0 = 1u << (k0 % 32), bit1 = bit0 << 8;
-        const auto load = [&](uint32_t address) {
-          uint32_t word;
-          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
-          return word;
-        };
-        if (shift > 0) {  // two neighbouring rows are of one query
-#pragma unroll
-          for (int c = 0; c < 8; ++c) {
-            const uint32_t word = load(first + c * step);
-            if ((word & bit0) == 0) x[4 * c] = x[4 * c + 1] = value;
-            if ((word & bit1) == 0) x[4 * c + 2] = x[4 * c + 3] = value;
-          }
-        } else {
-#pragma unroll
-          for (int c = 0; c < 8; ++c)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const uint32_t word = load(first + c * 128 + e * 16);
-              if ((word & bit0) == 0) x[4 * c + e] = value;
-              if ((word & bit1) == 0) x[4 * c + 2 + e] = value;
-            }
-        }
-      }
-      if (hidden & kTestPosition) {
-        const int t0 = tile * queries;
-        const bool intervals = kMask != Mask::kNone && p.start.present(), per_head = intervals && p.start.group != 0;
-        const int shift = plan.group_shift;
-        uint32_t outside = 0;  // bit i: x[i] is to be hidden
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          // Queries of the tile that see the key: first <= query < last.
-          const int s = key + k0 + 8 * h;
-          int first = s >= static_cast<int>(p.S) ? INT32_MAX
-                      : p.causal                 ? s - static_cast<int>(p.causal_offset()) - t0
-                                                 : INT32_MIN;
-          int last = INT32_MAX;
-          const auto narrow = [&](int64_t at) {
-            first = max(first, max(operands.start[at], 0) - t0), last = max(operands.end[at], 0) - t0;
-          };
-          if (intervals && !per_head && s < static_cast<int>(p.S)) narrow(s);
-          if (shift >= 0 && !per_head) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              // Row 8 c + 2 (lane % 4) + e is of query (8 c >> shift) + (2 (lane % 4) + e >> shift): a range of c sees
-              // it.
-              const int query = (2 * (lane % 4) + e) >> shift, round = (8 >> shift) - 1;
-              const int c0 = first == INT32_MIN   ? 0
-                             : first == INT32_MAX ? 8
-                                                  : (first - query + round) >> (3 - shift),
-                        c1 = last == INT32_MAX ? 8 : (last - query + round) >> (3 - shift);
-#pragma unroll
-              for (int c = 0; c < 8; ++c)
-                if (c < c0 || (kMask != Mask::kNone && c >= c1)) x[4 * c + 2 * h + e] = value;
-            }
-            continue;
-          }
-#pragma unroll 1
-          for (int c = 0; c < 16; ++c) {
-            const int row = 8 * (c / 2) + 2 * (lane % 4) + c % 2, query = shared.rows.query(row);
-            if (per_head && s < static_cast<int>(p.S)) {
-              first = p.causal ? s - static_cast<int>(p.causal_offset()) - t0 : INT32_MIN;
-              narrow(s + shared.rows.head(row) * p.start.group);
-            }
-            if (query < first || (kMask != Mask::kNone && query >= last))
-              outside |= 1u << (4 * (c / 2) + 2 * h + c % 2);
-          }
-        }
-        if (shift < 0 || per_head) {
-#pragma unroll
-          for (int c = 0; c < 32; ++c)
-            if (outside & (1u << c)) x[c] = value;
-        }
-      }
-    };
-    if constexpr (kHideFirst) {
-      hide(-INFINITY);
-      if (kLogits) release(&shared.logits_free[logit_stage]);
-    }
-#pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      const float2 l = lse2[4 * c];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float row_lse = e & 1 ? l.y : l.x;
-        const float shift = kBias == Bias::kNone ? row_lse : fabsf(row_lse) > kLarge ? 0.0f : row_lse * kLog2e;
-        x[4 * c + e] = ptx::exp2(fmaf(x[4 * c + e], log2_factor, -shift));
-      }
-    }
-    if constexpr (!kHideFirst) {
-      hide(0.0f);
-      if (kLogits) release(&shared.logits_free[logit_stage]);
-    }
-    uint32_t packed[16];
-#pragma unroll
-    for (int c = 0; c < 16; ++c) packed[c] = ptx::pack<T>(x[2 * c], x[2 * c + 1]);
-    wgmma_wait<0>();
-    hold(y);
-    const auto weights = [&](int c) {  // two rows of p
-      return kPackedP ? ptx::unpack<T>(packed[c]) : make_float2(x[2 * c], x[2 * c + 1]);
-    };
-    const uint64_t dout_columns = operand(dout_tile, kQPanel);
+  // dv += p^T dout, dk += ds^T q.
+  const auto issue_rows = [&](float (&d)[kHeadDim / 2], const uint32_t (&a)[kHalves][16],
+                              uint32_t tile) __attribute__((always_inline)) {
+    const uint64_t columns = operand(tile, kQPanel);
     wgmma_fence();
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
-      wgmma_registers<T>(dv, packed[4 * c], packed[4 * c + 1], packed[4 * c + 2], packed[4 * c + 3],
-                         advance(dout_columns, c * 2048));
+    for (int c = 0; c < 4 * kHalves; ++c) {
+      const uint32_t* const words = a[c / 4] + c % 4 * 4;
+      wgmma_registers<T>(d, words[0], words[1], words[2], words[3], advance(columns, c * 2048));
+    }
     wgmma_commit();
-
-    // ds, of the logits that bias was added to, in y, and of those before the cap for dq and dk.
-#pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      const float2 delta = lse2[kRows / 2 + 4 * c];
-      const float2 p0 = weights(2 * c), p1 = weights(2 * c + 1);
-      y[4 * c] = p0.x * (y[4 * c] - delta.x), y[4 * c + 1] = p0.y * (y[4 * c + 1] - delta.y);
-      y[4 * c + 2] = p1.x * (y[4 * c + 2] - delta.x), y[4 * c + 3] = p1.y * (y[4 * c + 3] - delta.y);
-      if constexpr (kBias == Bias::kKey)
-        key_sum[0] += y[4 * c] + y[4 * c + 1], key_sum[1] += y[4 * c + 2] + y[4 * c + 3];
-    }
-    uint32_t ds[16];
-    const auto store_ds = [&] {
-      const WordsOfDS words(ds_keys);
-#pragma unroll
-      for (int c = 0; c < 16; ++c) asm volatile("st.shared.u32 [%0], %1;" ::"r"(words.at(c)), "r"(ds[c]) : "memory");
-    };
-    if (p.softcap == 0.0f) {
-#pragma unroll
-      for (int c = 0; c < 16; ++c) ds[c] = ptx::pack<T>(y[2 * c], y[2 * c + 1]);
-      wait(&shared.ds_free, (i & 1) ^ 1);
-      if (read_dbias) wait(&shared.dbias_free[0], (i & 1) ^ 1);
-      store_ds();
-      if (read_dbias) release(&shared.dbias_full[0]);
-    } else {
-      const WordsOfDS words(ds_keys);
-#pragma unroll
-      for (int c = 0; c < 16; ++c) {
-        const uint32_t target = words.at(c);
-        uint32_t slopes;
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(slopes) : "r"(target) : "memory");
-        const float2 slope = ptx::unpack<T>(slopes);
-        ds[c] = ptx::pack<T>(y[2 * c] * slope.x, y[2 * c + 1] * slope.y);
-        if (read_dbias)
-          asm volatile("st.shared.u32 [%0], %1;" ::"r"(target), "r"(ptx::pack<T>(y[2 * c], y[2 * c + 1])) : "memory");
-      }
-      if (read_dbias) {
-        release(&shared.dbias_full[0]);
-        wait(&shared.dbias_free[0], i & 1);
-      }
-      store_ds();
-    }
-    const uint64_t q_columns = operand(q_tile, kQPanel);
-    wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < 4; ++c)
-      wgmma_registers<T>(dk, ds[4 * c], ds[4 * c + 1], ds[4 * c + 2], ds[4 * c + 3], advance(q_columns, c * 2048));
-    wgmma_commit();
-    if constexpr (kBias == Bias::kTile) {
-      if (staged_dbias) {
-        wait(&shared.dbias_free[group], (i & 1) ^ 1);
-        const uint32_t panels = k_tile + plan.dbias_at;
-        if (plan.dbias_f32) stage_dbias_32(y, panels, plan.dbias_panel, warp_key, plan.dbias_shift);
-        else if (p.bias_dtype == DType::kBF16)
-          stage_dbias_16<__nv_bfloat16>(y, panels + group * plan.dbias_panel, warp_key % 64, plan.dbias_shift);
-        else stage_dbias_16<__half>(y, panels + group * plan.dbias_panel, warp_key % 64, plan.dbias_shift);
-      }
-    }
-    fence_async_proxy();
-    if (staged_dbias) release(&shared.dbias_full[group]);
-    named_sync(1, kConsumers);  // ds is there
-    float dq[Shape::kDQRegs];
-    const uint64_t ds_columns = operand(ds_tile, 8192), k_columns = operand(k_half, kKVPanel);
+  };
+  const auto issue_dq = [&]() __attribute__((always_inline)) {
+    const uint64_t ds_columns = operand(ds_tile + (kHalves == 2 ? group * Shape::kDSPanel : 0), 8192),
+                   k_columns = operand(k_half, kKVPanel);
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < kKeys / 16; ++c)
       wgmma_shared<T, true, true>(dq, advance(ds_columns, c * 2048), advance(k_columns, c * 2048), c > 0);
     wgmma_commit();
+  };
 
-    // s of the next tile, behind those (of whatever is there, if there is no next tile).
-    const int next_parity = (i + 1) >> 1 & 1;
-    wait(&shared.q_full[stage ^ 1], next_parity);
-    tile = shared.info[stage ^ 1].tile;
-    wgmma_wait<1>();
-    hold(dv), hold(dk);
-    release(&shared.dout_free[stage]), release(&shared.q_free[stage]);
-    issue_s(q_tiles + (stage ^ 1) * Shape::kQBytes);
-    wgmma_wait<1>();
-    hold(dq);
-    release(&shared.ds_free);
+  SpecialRow* const special_rows = reinterpret_cast<SpecialRow*>(dynamic + plan.special_at);
+  // Waits for dout of a tile. Whether it has rows that see nothing or are padding, or rows of very large logits: they
+  // need care that others are spared.
+  const auto prepare = [&](int i) __attribute__((always_inline)) {
+    const int stage = i & 1;
+    float* const lse = stats + stage * 2 * kTile;
+    bool special = false;
+#pragma unroll
+    for (int r = 0; r < kTile; r += 32)
+      special |=
+          RowStat{lse[r + r / kRows * kRows + lane]}.special() && (kBias != Bias::kNone || r + lane < queries * p.G);
+    special = __any_sync(~0u, special);  // the same for every warp
+    wait(&shared.dout_full[stage], i >> 1 & 1);
+    if (special) {
+      // Whatever the cotangents of a row that sees nothing hold must not reach the products, in which 0 * NaN is NaN.
+#pragma unroll 1
+      for (int j = threadIdx.x - 128; j < kTile * 8 * kPanels; j += kConsumers) {
+        const int panel = j / (kTile * 8), r = j / 8 % kTile;
+        const uint32_t chunk = dout_at(i) + panel * kQPanel + r * 128 + j % 8 * 16;
+        float* const stat = lse + r + r / kRows * kRows;
+        const bool blank = RowStat{*stat}.blank(), large = kBias != Bias::kNone && !blank && RowStat{*stat}.special();
+        float factor = 1.0f;
+        if (blank) {
+          ptx::store_shared(chunk, make_uint4(0, 0, 0, 0));
+        } else if (large) {
+          factor =
+              operands.weight_factor(p, shared.info[stage].tile * queries + shared.rows.query(r), shared.rows.head(r));
+          ptx::scale_shared<T>(chunk, factor);
+        }
+        if (kBias != Bias::kNone && panel == 0 && j % 8 == 0) {
+          stat[kRows] *= factor;
+          special_rows[r] = {large ? RowStat{*stat}.large() : 0.0f, blank ? -INFINITY : INFINITY};
+        }
+      }
+      fence_async_proxy();
+      named_sync(4, kConsumers);
+      if constexpr (kBias != Bias::kNone) {  // nothing more is to be subtracted from these rows
+        const int r = threadIdx.x - 128;
+        if (r < kRows && RowStat{lse[r]}.special() && !RowStat{lse[r]}.blank()) lse[r] = 0.0f;
+        named_sync(4, kConsumers);
+      }
+    }
+    return special;
+  };
+
+  // p of the block's i-th tile from s; 64 rows at a time.
+  const auto make_p = [&](int i, int tile, bool special) __attribute__((always_inline)) {
+    const int stage = i & 1, parity = i >> 1 & 1;
+    const int logit_stage = plan.logit_stages == 2 ? stage : 0, logit_parity = plan.logit_stages == 2 ? parity : stage;
+    if (kLogits) wait(&shared.logits_full[logit_stage], logit_parity);
+    if (capped) {
+      wait(&shared.ds_free, (i & 1) ^ 1);
+      if (read_dbias) wait(&shared.dbias_free[0], (i & 1) ^ 1);
+    }
+    const int hidden = shared.info[stage].hidden;
+    const uint32_t bits_tile = k_tile + plan.bits_at + logit_stage * plan.bits_stage;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      float (&x)[32] = half_of(s_p, half);
+      const int first_row = half * kRows;
+      // Of the rows in this thread's columns.
+      const float2* const lse2 =
+          reinterpret_cast<const float2*>(stats + stage * 2 * kTile + half * 2 * kRows) + lane % 4;
+      float factor = p.scale;
+      if (capped) {
+        // x: the capped logits; their derivative is kept for ds.
+        const float inner = p.scale / p.softcap;
+        factor = 1.0f;
+        const WordsOfDS words(ds_keys + half * Shape::kDSPanel);
+#pragma unroll
+        for (int c = 0; c < 16; ++c) {
+          const float a = ptx::tanh(x[2 * c] * inner), b = ptx::tanh(x[2 * c + 1] * inner);
+          x[2 * c] = p.softcap * a, x[2 * c + 1] = p.softcap * b;
+          asm volatile("st.shared.u32 [%0], %1;" ::"r"(words.at(c)), "r"(ptx::pack<T>(1.0f - a * a, 1.0f - b * b))
+                       : "memory");
+        }
+      }
+      if constexpr (kBias == Bias::kTile) {
+        add_bias<T, kGeneral>(x, p, plan, k_tile + plan.bias_at + logit_stage * plan.bias_stage, warp_key, factor);
+      } else if constexpr (kBias == Bias::kKey) {
+#pragma unroll
+        for (int c = 0; c < 32; ++c) x[c] = fmaf(x[c], factor, key_bias[c / 2 % 2]);
+      }
+      if (kBias != Bias::kNone && special) {
+        // In a row of padding x may be NaN: it meets biases that are hidden from all others.
+#pragma unroll
+        for (int c = 0; c < 16; ++c) {
+          const SpecialRow row = special_rows[8 * (c / 2) + 2 * (lane % 4) + c % 2];
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            float& z = x[4 * (c / 2) + 2 * h + c % 2];
+            z = fminf(z - row.base, row.most);
+          }
+        }
+      }
+      // Hidden positions are 0 in p, whatever they met on the way.
+      const auto hide = [&](float value) {
+        if (kMask == Mask::kBits && (hidden & kTestBits)) {
+          const int shift = plan.bits_shift, step = 128 >> shift;  // between rows that are 8 apart
+          const uint32_t first = bits_tile + warp_key / 32 * 4 + ((first_row + 2 * (lane % 4)) >> shift) * 16;
+          const uint32_t bit0 = 1u << (k0 % 32), bit1 = bit0 << 8;
+          const auto load = [&](uint32_t address) {
+            uint32_t word;
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
+            return word;
+          };
+          if (shift > 0) {  // two neighbouring rows are of one query
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+              const uint32_t word = load(first + c * step);
+              if ((word & bit0) == 0) x[4 * c] = x[4 * c + 1] = value;
+              if ((word & bit1) == 0) x[4 * c + 2] = x[4 * c + 3] = value;
+            }
+          } else {
+#pragma unroll
+            for (int c = 0; c < 8; ++c)
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                const uint32_t word = load(first + c * 128 + e * 16);
+                if ((word & bit0) == 0) x[4 * c + e] = value;
+                if ((word & bit1) == 0) x[4 * c + 2 + e] = value;
+              }
+          }
+        }
+        if (hidden & kTestPosition)
+          hide_positions<kMask, kGeneral>(x, value, p, plan, operands, shared.rows,
+                                          kMask == Mask::kIntervals ? seen : SeenBy::of<kMask>(p, operands, key + k0),
+                                          tile * queries, key + k0, first_row);
+      };
+      if constexpr (kHideFirst) {
+        hide(-INFINITY);
+        if (kLogits && half == kHalves - 1) release(&shared.logits_free[logit_stage]);
+      }
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        const float2 l = lse2[4 * c];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[4 * c + e] = ptx::exp2(fmaf(x[4 * c + e], log2_factor, e & 1 ? -l.y : -l.x));
+      }
+      if constexpr (!kHideFirst) hide(0.0f);
+#pragma unroll
+      for (int c = 0; c < 16; ++c) packed[half][c] = ptx::pack<T>(x[2 * c], x[2 * c + 1]);
+    }
+    if (kLogits && !kHideFirst) release(&shared.logits_free[logit_stage]);
+  };
+
+  // ds from p and dp: in dp_ds of the logits that bias was added to, in ds and shared memory of those before the cap,
+  // for dk and dq.
+  const auto make_ds = [&](int i) __attribute__((always_inline)) {
+    const auto store_ds = [&](int half) {
+      // Matrices of 8 keys x 8 rows: lane l gives the address of key l % 8 of matrix l / 8.
+      const int l = fresh_lane();
+      const uint32_t first =
+          ds_keys + half * Shape::kDSPanel + (l / 8 % 2 * 8 + l % 8) * 128 + (((l / 16) ^ (l % 8)) << 4);
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(first ^ (c << 5)),
+                     "r"(ds[half][4 * c]), "r"(ds[half][4 * c + 1]), "r"(ds[half][4 * c + 2]), "r"(ds[half][4 * c + 3])
+                     : "memory");
+    };
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      float (&x)[32] = half_of(s_p, half);
+      float (&y)[32] = half_of(dp_ds, half);
+      const float2* const minus_delta =
+          reinterpret_cast<const float2*>(stats + (i & 1) * 2 * kTile + half * 2 * kRows + kRows) + lane % 4;
+      const auto weights = [&](int c) {  // two rows of p
+        return kPackedP ? ptx::unpack<T>(packed[half][c]) : make_float2(x[2 * c], x[2 * c + 1]);
+      };
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        const float2 p0 = weights(2 * c), p1 = weights(2 * c + 1);
+        const float2 d = minus_delta[4 * c];
+        y[4 * c] = p0.x * (y[4 * c] + d.x), y[4 * c + 1] = p0.y * (y[4 * c + 1] + d.y);
+        y[4 * c + 2] = p1.x * (y[4 * c + 2] + d.x), y[4 * c + 3] = p1.y * (y[4 * c + 3] + d.y);
+        if constexpr (kBias == Bias::kKey)
+          key_sum[0] += y[4 * c] + y[4 * c + 1], key_sum[1] += y[4 * c + 2] + y[4 * c + 3];
+      }
+      if (!capped) {
+#pragma unroll
+        for (int c = 0; c < 16; ++c) ds[half][c] = ptx::pack<T>(y[2 * c], y[2 * c + 1]);
+        if (half == 0) {
+          wait(&shared.ds_free, (i & 1) ^ 1);
+          if (read_dbias) wait(&shared.dbias_free[0], (i & 1) ^ 1);
+        }
+        store_ds(half);
+        if (read_dbias) release(&shared.dbias_full[0]);
+      } else {
+        const WordsOfDS words(ds_keys + half * Shape::kDSPanel);  // slopes of the cap are there until now
+#pragma unroll
+        for (int c = 0; c < 16; ++c) {
+          uint32_t pair;
+          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(words.at(c)) : "memory");
+          const float2 slope = ptx::unpack<T>(pair);
+          ds[half][c] = ptx::pack<T>(y[2 * c] * slope.x, y[2 * c + 1] * slope.y);
+          if (read_dbias)
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(words.at(c)), "r"(ptx::pack<T>(y[2 * c], y[2 * c + 1]))
+                         : "memory");
+        }
+        if (read_dbias) {
+          release(&shared.dbias_full[0]);
+          wait(&shared.dbias_free[0], i & 1);
+        }
+        store_ds(half);
+      }
+    }
+  };
+
+  // dbias of the block's i-th tile, on its way out.
+  const auto stage_dbias = [&](int i) __attribute__((always_inline)) {
+    if constexpr (kBias == Bias::kTile) {
+      if (staged_dbias) {
+        wait(&shared.dbias_free[group], (i & 1) ^ 1);
+        const uint32_t panels = k_tile + plan.dbias_at;
+        const uint32_t panel = panels + group * plan.dbias_panel;
+        const int shift = kStaging < Staging::kF32 ? static_cast<int>(kStaging) : plan.dbias_shift;
+        if (kStaging == Staging::kF32 || (kGeneral && plan.dbias_f32))
+          stage_dbias_32(dp_ds, panels, plan.dbias_panel, warp_key, shift);
+        else if constexpr (!kGeneral) stage_dbias_16<T>(dp_ds, panel, warp_key % 64, shift);
+        else if (p.bias_dtype == DType::kBF16) stage_dbias_16<__nv_bfloat16>(dp_ds, panel, warp_key % 64, shift);
+        else stage_dbias_16<__half>(dp_ds, panel, warp_key % 64, shift);
+      }
+    }
+  };
+  const auto stage_dq = [&](int i) __attribute__((always_inline)) {
     wait(&shared.dq_free[group], (i & 1) ^ 1);
 #pragma unroll
     for (int c = 0; c < Shape::kDQRegs / 4; ++c)
@@ -1131,26 +1292,70 @@ __global__ void __launch_bounds__(kThreads, 1)
           make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
     fence_async_proxy();
     release(&shared.dq_full[group]);
-    if (tile >= 0) special = prepare(stage ^ 1, next_parity);
+  };
+
+  wait(&shared.q_full[0], 0);
+  int tile = shared.info[0].tile;
+  bool special = false;
+  if (tile >= 0) {
+    wait(&shared.kv_full, 0);
+    issue_s(0);
+    special = prepare(0);
     wgmma_wait<0>();
-    hold(x);
+    hold(s_p);
+  }
+#pragma unroll 1
+  for (int i = 0; tile >= 0; ++i) {
+    issue_dp(i);
+    make_p(i, tile, special);
+    wgmma_wait<0>();
+    hold(dp_ds);
+    issue_rows(dv, packed, dout_at(i));
+    make_ds(i);
+    issue_rows(dk, ds, q_at(i));
+    stage_dbias(i);
+    fence_async_proxy();
+    if (staged_dbias) release(&shared.dbias_full[group]);
+    named_sync(1, kConsumers);  // ds is there
+    issue_dq();
+
+    // s of the next tile, behind those (of whatever is there, if there is no next tile).
+    const int next = i + 1;
+    wait(&shared.q_full[next & 1], next >> 1 & 1);
+    tile = shared.info[next & 1].tile;
+    wgmma_wait<1>();
+    hold(dv), hold(dk);
+    release(&shared.dout_free[i & 1]), release(&shared.q_free[i & 1]);
+    issue_s(next);
+    wgmma_wait<1>();
+    hold(dq);
+    release(&shared.ds_free);
+    stage_dq(i);
+    if (tile >= 0) special = prepare(next);
+    wgmma_wait<0>();
+    hold(s_p);
   }
 
-  // dk and dv, straight from the fragments.
-  T* const dk_out = static_cast<T*>(p.dk.data) + shared.dk;
-  T* const dv_out = static_cast<T*>(p.dv.data) + shared.dv;
+  // dk and dv: four lanes exchange their words of a key, so that each has 16 bytes to store.
+  const auto store = [&](const float (&d)[kHeadDim / 2], T* out, const View& view, int channels, float factor) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int64_t s = key + k0 + 8 * h;
-    if (s >= p.S) continue;
+    for (int h = 0; h < 2; ++h) {
+      const int s = key + k0 + 8 * h;
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
-      const int c = 8 * n + 2 * (lane % 4), e = 4 * n + 2 * h;
-      if (c < p.H)
-        *reinterpret_cast<uint32_t*>(dk_out + s * p.dk.row + c) = ptx::pack<T>(dk[e] * p.scale, dk[e + 1] * p.scale);
-      if (c < p.Hv) *reinterpret_cast<uint32_t*>(dv_out + s * p.dv.row + c) = ptx::pack<T>(dv[e], dv[e + 1]);
+      for (int n = 0; n < kHeadDim / 8; n += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          words[j] = ptx::pack<T>(d[4 * (n + j) + 2 * h] * factor, d[4 * (n + j) + 2 * h + 1] * factor);
+        transpose_words(words);
+        const int c = 8 * (n + lane % 4);
+        if (s < static_cast<int>(p.S) && c < channels)
+          *reinterpret_cast<uint4*>(out + s * view.row + c) = uint4{words[0], words[1], words[2], words[3]};
+      }
     }
-  }
+  };
+  store(dk, static_cast<T*>(p.dk.data) + shared.dk, p.dk, p.H, p.scale);
+  store(dv, static_cast<T*>(p.dv.data) + shared.dv, p.dv, p.Hv, 1.0f);
   if constexpr (kBias == Bias::kKey) {
     if (plan.dbias != DBias::kNone) {
       const DBiasWriter<T> writer{p,
@@ -1185,7 +1390,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Per tile of 64 rows: log-sum-exp and delta = <out, dout> - dlse, dq = 0, turn = 0. One block a tile.
+// Per tile of 64 rows: log-sum-exp and -delta = <out, dout> - dlse, dq = 0, turn = 0. One block a tile.
 template <class T, int kHeadDim>
 __global__ void __launch_bounds__(256)
     jax_dma_sm90_row_stats(const __grid_constant__ Problem p, const __grid_constant__ BackwardScratch scratch) {
@@ -1201,7 +1406,8 @@ __global__ void __launch_bounds__(256)
   float* const stats = scratch.row_stats + int64_t{blockIdx.x} * (2 * kRows);
   float4* const dq = reinterpret_cast<float4*>(scratch.dq) + int64_t{blockIdx.x} * (kRows * kHeadDim / 4);
 #pragma unroll
-  for (int i = threadIdx.x; i < kRows * kHeadDim / 4; i += 256) dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int i = threadIdx.x; i < kRows * kHeadDim / (p.H > kHeadDim / 2 ? 4 : 8); i += 256)
+    dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (threadIdx.x < 2) scratch.turn[2 * int64_t{blockIdx.x} + threadIdx.x] = 0;
 #pragma unroll
   for (int r = threadIdx.x / kLanes; r < kRows; r += 256 / kLanes) {
@@ -1226,8 +1432,8 @@ __global__ void __launch_bounds__(256)
     for (int mask = kLanes / 2; mask > 0; mask >>= 1) sum += __shfl_xor_sync(~0u, sum, mask);
     if (c == 0) {
       const bool blank = row_lse == -INFINITY;
-      stats[r] = blank ? INFINITY : p.bias.present() ? row_lse : row_lse * kLog2e;
-      stats[kRows + r] = blank ? 0.0f : sum - row_dlse;
+      stats[r] = blank ? INFINITY : RowStat::of(row_lse, p.bias.present());
+      stats[kRows + r] = blank ? 0.0f : row_dlse - sum;
     }
   }
 }
@@ -1245,12 +1451,12 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int i = threadIdx.x; i < kBlocks * 32; i += 256) {
     const int block = i % kBlocks, pair = i / kBlocks;  // pair: 8 * (warp of the warpgroup) + lane / 4
+    if (8 * block >= p.H) continue;
     const int group = block / (kBlocks / 2);
     const float4* const source = dq + (group * (kBlocks / 2) + block % (kBlocks / 2)) * 128 + pair * 4;
     float4 value[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) value[j] = source[j];
-    if (8 * block >= p.H) continue;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = pair / 8 * 16 + pair % 8 + 8 * h, query = r / p.G, g = r % p.G;

@@ -27,7 +27,7 @@ cudaError_t backward(const Problem& p, const BackwardBuffers& buffers, cudaStrea
     using T = decltype(element);
     if (head_dim <= 64) return sm90::launch_backward<T, 64>(p, buffers, stream);
     if (head_dim <= 128) return sm90::launch_backward<T, 128>(p, buffers, stream);
-    return cudaErrorNotSupported;
+    return sm90::launch_backward<T, 256>(p, buffers, stream);
   };
   return p.dtype == DType::kBF16 ? with_type(__nv_bfloat16()) : with_type(__half());
 }

@@ -2,9 +2,9 @@
 //
 // A block works through tiles of 128 or 192 rows (queries x heads of one key/value head, head fastest) one after
 // another. The last warpgroup produces: its first warp walks the live key tiles and loads q, k, v and the bias by TMA,
-// its other warps what TMA cannot (intervals, per-key bias, unaligned bias), by ordinary loads. The other warpgroups
-// consume: each computes 64 of the rows, q k^T from shared memory and p v with p in registers. A warpgroup issues the
-// next q k^T before the current p v and runs its softmax meanwhile.
+// its other warps what TMA cannot (intervals, the bias per key beside them, unaligned bias), by ordinary loads. The
+// other warpgroups consume: each computes 64 of the rows, q k^T from shared memory and p v with p in registers. A
+// warpgroup issues the next q k^T before the current p v and runs its softmax meanwhile.
 //
 //   head dim   rows x keys   stages of q, k, v   shared memory: q + k + v
 //   32         192 x 128     2, 2, 2             24 + 16 + 16 = 56 KB
@@ -23,6 +23,7 @@
 #include "../live_tiles.cuh"
 #include "../tile_order.h"
 #include "../sm80/logits.cuh"
+#include "bias_records.h"
 #include "tma.cuh"
 #include "wgmma.cuh"
 
@@ -35,6 +36,8 @@ using sm80::is_hidden, sm80::kLarge, sm80::log_sum_exp;
 
 constexpr int kStages = 2;  // of every ring: part i of a block's work lies in stage i % 2
 constexpr int kMaxQueryStages = 2;
+
+constexpr int kChunkBytes = 16;  // of a row: eight channels of a bias per key
 
 struct ForwardBarriers {
   uint64_t q_full[kMaxQueryStages], q_empty[kMaxQueryStages];
@@ -51,9 +54,14 @@ struct Part {
     return 4 * number + 2 * last + full;
   }
   __device__ __forceinline__ bool none() const { return code < 0; }
-  __device__ __forceinline__ int number() const { return code >> 2; }
+  __device__ __forceinline__ int number() const { return (code & (kTested - 1)) >> 2; }
   __device__ __forceinline__ bool last() const { return code & 2; }
   __device__ __forceinline__ bool full() const { return code & 1; }
+  // Set by those that consume, from BiasRecord::to_part: whether a bias per key is to be added, and which of four
+  // groups of 32 keys have some that only some queries see. Where there is no part, they change nothing.
+  static constexpr int kTested = 1 << 26;
+  __device__ __forceinline__ bool bias_added() const { return code & kBiasAdded; }
+  __device__ __forceinline__ bool tests(int group) const { return code & (kTested << group); }
 };
 
 template <int kHeadDim>
@@ -70,7 +78,15 @@ struct ForwardShape {
   // Two stages of q where they fit: the next tile's is there when this one's is done.
   static constexpr int kQueryStages = kHeadDim <= 64 ? kMaxQueryStages : 1, kKeysAt = kQueryStages * kQueryBytes;
   static constexpr int kBiasAt = kKeysAt + 2 * kStages * kTileBytes;
+  // Of a bias per key: the records of the stages, which hold k's first chunk, then q's, and one of zeros for both.
+  using Record = BiasRecord<kKeys>;
+  static constexpr int kOnesAt = kBiasAt + kStages * sizeof(Record), kZerosAt = kOnesAt + 64 * kChunkBytes;
+  static constexpr int kRecordsEnd = kZerosAt + kKeys * kChunkBytes;
 };
+
+// Whether the helper warps write the records of a bias per key. Otherwise TMA brings them.
+template <int kHeadDim, Mask kMask>
+constexpr bool kWritesRecords = kMask == Mask::kIntervals && kHeadDim <= 128;
 
 struct ForwardMaps {
   CUtensorMap q, k, v, bias;
@@ -86,6 +102,7 @@ struct ForwardPlan {
   int bias_rows, bias_panel, bias_stage;
   int bias_two;  // whether there are two stages of bias: 0, 1
   int side_at, side_stage, barriers_at;
+  View records;  // of a bias per key, where TMA brings them
   bool bias_by_tma;
   bool q_batch, k_batch, v_batch, bias_batch;  // whether the map's batch axis is the batch entry, or 0
   float* partial;  // where there are splits: their outputs [splits, B, K, G, T, Hv], then their lse [.., 2]
@@ -186,15 +203,9 @@ __device__ __forceinline__ void fill_side(const Problem& p, char* side, const ch
   const int helper = threadIdx.x % 128 - 32, columns = static_cast<int>(p.S) - key;
   if constexpr (kKeyBias) {
 #pragma unroll
-    for (int c = helper; c < kKeys; c += 96) {
-      const int64_t at = (key + c) * p.bias.col;
-      float value = 0.0f;
-      if (c < columns)
-        value = p.bias_dtype == DType::kF32    ? reinterpret_cast<const float*>(bias)[at]
-                : p.bias_dtype == DType::kBF16 ? __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(bias)[at])
-                                               : __half2float(reinterpret_cast<const __half*>(bias)[at]);
-      reinterpret_cast<float*>(side)[c] = value;
-    }
+    for (int c = helper; c < kKeys; c += 96)
+      reinterpret_cast<float*>(side)[c] =
+          c < columns ? bias_value(p, load_bias(p, bias, (key + c) * p.bias.col)) : 0.0f;
   }
   if (intervals) {
     int2* const pairs = reinterpret_cast<int2*>(side + (kKeyBias ? 4 * kKeys : 0));
@@ -207,6 +218,48 @@ __device__ __forceinline__ void fill_side(const Problem& p, char* side, const ch
     }
   }
 }
+
+// What a thread of the 96 that write a record has of its keys: nothing waits for a load before all have been asked for.
+template <int kKeys>
+struct KeyValues {
+  static constexpr int kCount = (kKeys + 95) / 96;
+  uint32_t bias[kCount];
+  int2 intervals[kCount];
+
+  __device__ __forceinline__ static int key_of(int i) { return static_cast<int>(threadIdx.x % 128) - 32 + 96 * i; }
+  __device__ __forceinline__ void load(const Problem& p, const char* source, const int32_t* start, const int32_t* end,
+                                       int key, bool with_intervals) {
+    const int columns = min(static_cast<int>(p.S) - key, kKeys);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int at = key + key_of(i);
+      bias[i] = 0, intervals[i] = make_int2(0, 0);
+      if (key_of(i) >= columns) continue;
+      bias[i] = load_bias(p, source, at * p.bias.col);
+      if (with_intervals) intervals[i] = make_int2(start[at], end[at]);
+    }
+  }
+  // `pairs`: where intervals go that some of the queries from t0 to t1 see and others do not; null if none do.
+  __device__ __forceinline__ void store(const Problem& p, BiasRecord<kKeys>& record, int2* pairs, int t0,
+                                        int t1) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int c = key_of(i);
+      if (c >= kKeys) break;  // the same for all of a warp
+      float value = bias_value(p, bias[i]);
+      int to_part = 0;
+      if (pairs != nullptr) {
+        const int2 at = intervals[i];
+        const bool none = at.x >= t1 || at.y <= t0, all = at.x <= t0 && at.y >= t1;
+        if (none) value = -INFINITY;
+        if (__any_sync(~0u, !none && !all)) pairs[c] = at, to_part = Part::kTested << c / 32;
+      }
+      if (__any_sync(~0u, record.set(c, value, p.scale))) to_part |= kBiasAdded;
+      if (c % 32 == 0) record.to_part[c / 32] = to_part;
+    }
+    fence_async_proxy();
+  }
+};
 
 // The rows of a thread's accumulators: elements 0, 1 of a block belong to row 0, elements 2, 3 to row 1.
 struct ThreadRows {
@@ -348,11 +401,11 @@ __device__ __forceinline__ void add_f32_bias(float (&x)[kBlocks][4], uint32_t st
   }
 }
 
-// x = -inf where t is outside [start, end): `vector` holds (start, end) of kKeys keys, or those of each head of the
-// group.
-template <int kBlocks>
+// x = -inf where t is outside [start, end): `vector` holds (start, end) of kKeys keys (kSome: of those that the part
+// tests), or those of each head of the group.
+template <bool kSome, int kBlocks>
 __device__ __forceinline__ void hide_by_intervals(float (&x)[kBlocks][4], uint32_t vector, bool per_head, int group,
-                                                  const ThreadRows& rows, int t0) {
+                                                  const ThreadRows& rows, int t0, Part part) {
   constexpr int kKeys = 8 * kBlocks;
   vector += 16 * (threadIdx.x % 4);
   const auto read = [](uint32_t address) {
@@ -369,9 +422,13 @@ __device__ __forceinline__ void hide_by_intervals(float (&x)[kBlocks][4], uint32
   const int t[2] = {t0 + rows.query(0), t0 + rows.query(1)};
   if (!per_head) {
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-      const int4 pair = read(vector + 64 * n);
-      hide(x[n], pair, t[0]), hide(x[n] + 2, pair, t[1]);
+    for (int m = 0; m < kBlocks; m += 4) {
+      if (kSome && !part.tests(m / 4)) continue;
+#pragma unroll
+      for (int n = m; n < m + 4; ++n) {
+        const int4 pair = read(vector + 64 * n);
+        hide(x[n], pair, t[0]), hide(x[n] + 2, pair, t[1]);
+      }
     }
   } else {
 #pragma unroll
@@ -429,7 +486,8 @@ struct SoftmaxRows {
 };
 
 // kGeneral: with what is rare, decided at run time: soft caps, scales that are not positive, intervals beside bits,
-// bits that are the same for all keys, biases of another dtype or that TMA cannot load.
+// bits that are the same for all keys, biases of another dtype or that TMA cannot load, and biases per key without
+// records, where these would be used too seldom.
 template <class T, int kHeadDim, class MaskKind, class BiasKind, bool kGeneral>
 __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
     jax_dma_sm90_forward(const __grid_constant__ Problem p, const __grid_constant__ ForwardMaps maps,
@@ -447,7 +505,14 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   auto& bar = *reinterpret_cast<ForwardBarriers*>(shared + plan.barriers_at);
   // Whether there are key vectors.
   const bool has_intervals = kMask == Mask::kIntervals || (kGeneral && kMask == Mask::kBits && p.start.present());
-  const bool with_side = kBias == Bias::kKey || has_intervals;
+  // Records of a bias per key come with the keys, on their barriers, or from the helper warps, on those of the side.
+  constexpr bool kRecords = kBias == Bias::kKey && !kGeneral, kKeyVector = kBias == Bias::kKey && kGeneral;
+  constexpr bool kWritten = kRecords && kWritesRecords<kHeadDim, kMask>;
+  constexpr bool kBrought = kRecords && !kWritten;
+  using Record = typename Shape::Record;
+  // Of tiles with few keys, the next queries are asked for early: these are given back as soon as they have been read.
+  constexpr bool kEarlyQueries = kMask == Mask::kIntervals && kHeadDim == 128;
+  const bool with_side = kKeyVector || has_intervals;
   const bool bias_by_tma = !kGeneral || plan.bias_by_tma;
 
   if (threadIdx.x == 0) {
@@ -466,6 +531,13 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   const int used_rows = plan.queries * p.G, unused = (kRows - used_rows) * (kRowBytes / 4);
   for (int i = threadIdx.x; i < unused * kPanels * Shape::kQueryStages; i += Shape::kThreads)
     reinterpret_cast<uint32_t*>(shared)[i / unused * (kQueryPanel / 4) + used_rows * (kRowBytes / 4) + i % unused] = 0;
+  if constexpr (kRecords)
+    for (int i = threadIdx.x; i < (Shape::kRecordsEnd - Shape::kOnesAt) / 4; i += Shape::kThreads) {
+      const bool ones = i < (Shape::kZerosAt - Shape::kOnesAt) / 4;
+      reinterpret_cast<uint32_t*>(shared + Shape::kOnesAt)[i] = !ones || i % 4 > 1 ? 0
+                                                                : i % 4 == 0       ? 0x3f803f80
+                                                                                   : 0x3f80;
+    }
   fence_async_proxy();
   __syncthreads();
 
@@ -491,6 +563,10 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
       Walk<kKeys> walk(p, plan, item);
       int part = walk.next(p);
       bool full = kMask == Mask::kNone || walk.live.tile_full;
+      const Record* records = nullptr;
+      if constexpr (kBrought)
+        records =
+            static_cast<const Record*>(plan.records.data) + offset_of(p, plan.records, item.batch, item.kv_head, 0);
       // A tile without keys passes a slot of each ring without data.
       if (!helps) {
         // Loads by TMA. Lane 0 waits and issues; all lanes walk.
@@ -518,7 +594,10 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
             if (part < 0) {
               arrive(&bar.k_full[stage]);
             } else {
-              arrive_expecting(&bar.k_full[stage], Shape::kTileBytes);
+              arrive_expecting(&bar.k_full[stage], Shape::kTileBytes + (kBrought ? sizeof(Record) : 0));
+              if constexpr (kBrought)
+                load_bytes(q_tile + Shape::kBiasAt + stage * sizeof(Record), records + part, sizeof(Record),
+                           &bar.k_full[stage]);
               for (int c = 0; c < kPanels; ++c)
                 load_box(k_tiles + stage * Shape::kTileBytes + c * kKeyPanel, &maps.k, &bar.k_full[stage], 64 * c, key,
                          item.kv_head, plan.k_batch ? item.batch : 0, 0);
@@ -568,10 +647,18 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
           const int key = part * kKeys;
           if (with_side) {
             const int stage = slot % kStages;
+            const bool intervals = has_intervals && !full, some = kWritten && intervals && p.start.group == 0;
+            KeyValues<kKeys> values;
+            if (kWritten && part >= 0) values.load(p, bias, start, end, key, some);
             wait(&bar.side_empty[stage], (slot / kStages & 1) ^ 1);
-            if (part >= 0)
-              fill_side<kBias == Bias::kKey, kKeys>(p, shared + plan.side_at + stage * plan.side_stage, bias, start,
-                                                    end, key, has_intervals && !full);
+            if (part >= 0) {
+              char* const side = shared + plan.side_at + stage * plan.side_stage;
+              if constexpr (kWritten)
+                values.store(p, reinterpret_cast<Record*>(shared + Shape::kBiasAt)[stage],
+                             some ? reinterpret_cast<int2*>(side) : nullptr, item.t0,
+                             min(item.t0 + plan.queries, static_cast<int>(p.T)));
+              fill_side<kKeyVector, kKeys>(p, side, bias, start, end, key, intervals && !some);
+            }
             arrive(&bar.side_full[stage]);
           }
           if (kBias == Bias::kTile && !bias_by_tma) {
@@ -615,6 +702,15 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   const bool scaled_late = kBias == Bias::kNone && (!kGeneral || (p.softcap == 0.0f && p.scale > 0.0f));
   const float log2_factor = scaled_late ? p.scale * kLog2e : kLog2e;
 
+  // The same for the channels of the bias: two chunks, whose distance is the leading one, without swizzle.
+  const auto chunks = [](uint32_t first, uint32_t second) { return first >> 4 | (second - first) >> 4 << 16; };
+  const auto described_chunks = [](uint32_t low) { return uint64_t{8 * kChunkBytes >> 4} << 32 | low; };
+  const auto record_at = [&](uint32_t stage, uint32_t offset) {
+    return q_tile + Shape::kBiasAt + offset + stage * static_cast<uint32_t>(sizeof(Record));
+  };
+  const uint32_t ones_low = uniform(chunks(q_tile + Shape::kOnesAt, q_tile + Shape::kZerosAt));
+  const uint32_t channels_low = uniform(chunks(record_at(0, 0), q_tile + Shape::kZerosAt));
+
   uint32_t slot = 0;  // counts the parts
   float o[kO][4], x[kS][4];
   SoftmaxRows soft{};
@@ -638,7 +734,18 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   // Which keys come next, waiting until they are there. Asks for their mask bits.
   const auto next_part = [&](uint32_t nothing = 0) {
     wait(&bar.k_full[slot % kStages], (slot / kStages & 1) ^ nothing);
-    const Part part{*const_cast<volatile int*>(&bar.part[slot % kStages])};
+    Part part{*const_cast<volatile int*>(&bar.part[slot % kStages])};
+    if constexpr (kRecords) {
+      if (kWritten) wait(&bar.side_full[slot % kStages], slot / kStages & 1);
+      const uint32_t to_part = record_at(slot % kStages, offsetof(Record, to_part));
+      int4 added{};
+      if (kWritten)
+        asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(added.x), "=r"(added.y), "=r"(added.z), "=r"(added.w)
+                     : "r"(to_part));
+      else asm volatile("ld.shared.s32 %0, [%1];" : "=r"(added.x) : "r"(to_part));
+      part.code |= added.x | added.y | added.z | added.w;
+    }
     if constexpr (kMask == Mask::kBits)
       if (!part.none() && !part.full())
         mask.load(bits, second_bits, part.number() * kKeys, kGeneral && p.bits.col == 0);
@@ -652,6 +759,11 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
     for (int c = 0; c < kHeadDim / 16; ++c)
       wgmma_shared<T>(x, described(q + (c / kSteps * kQueryPanel + c % kSteps * 32) / 16),
                       described(k + (c / kSteps * kKeyPanel + c % kSteps * 32) / 16), c > 0);
+    if constexpr (kRecords) {  // last: each step rounds at the size of what there is
+      constexpr uint32_t kStep = sizeof(Record) / 16;
+      wgmma_shared<__nv_bfloat16>(x, described_chunks(ones_low),
+                                  described_chunks(channels_low + stage * (kStep - (kStep << 16))), true);
+    }
     wgmma_commit();
   };
   // p v of the part before `slot`.
@@ -670,9 +782,9 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
     const int key = part.number() * kKeys, stage = slot % kStages;
     const bool intervals = has_intervals && !part.full();
     const uint32_t side = q_tile + plan.side_at + stage * plan.side_stage;
-    if (with_side) wait(&bar.side_full[stage], slot / kStages & 1);
+    if (with_side && !kWritten) wait(&bar.side_full[stage], slot / kStages & 1);
 
-    float factor = p.scale;
+    float factor = p.scale, unit = 1.0f;  // logits are x * unit, for kRecords
     if (kGeneral && p.softcap != 0.0f) {
       const float inner = p.scale / p.softcap;
 #pragma unroll
@@ -702,6 +814,13 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
         add_f32_bias(x, q_tile + Shape::kBiasAt + bias_stage * plan.bias_stage, plan, p.bias.group != 0, rows, factor);
       }
       release(&bar.bias_empty[bias_stage]);
+    } else if constexpr (kRecords) {
+      unit = factor;
+      if (part.bias_added()) {
+        add_key_bias(x, record_at(stage, offsetof(Record, added)), factor);
+        unit = 1.0f;
+        if (kBrought) release(&bar.k_empty[stage]);  // not before: the record belongs to it
+      }
     } else if constexpr (kBias == Bias::kKey) {
       add_key_bias(x, side, factor);
     } else if (kGeneral && factor <= 0.0f) {  // so that the largest product is the largest logit
@@ -714,7 +833,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
       if (hide) mask.hide(x);
     if constexpr (kMask != Mask::kNone)
       if (intervals)
-        hide_by_intervals(x, side + (kBias == Bias::kKey ? 4 * kKeys : 0), p.start.group != 0, p.G, rows, t0);
+        hide_by_intervals<kWritten>(x, side + (kKeyVector ? 4 * kKeys : 0), p.start.group != 0, p.G, rows, t0, part);
     if (with_side) release(&bar.side_empty[stage]);
     if (key > last_inner_key) hide_by_position(x, p, rows, t0, key);
 
@@ -727,6 +846,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
 #pragma unroll
       for (int n = 4; n < kS; ++n) chain[n % 4] = fmaxf(chain[n % 4], fmaxf(x[n][2 * i], x[n][2 * i + 1]));
       peak[i] = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
+      if constexpr (kRecords) peak[i] *= unit;
     }
     // False where peak and reference are -inf.
     const auto above = [&](int i) { return (peak[i] - soft.reference[i]) * log2_factor > kSlack; };
@@ -756,16 +876,20 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
           const float shift = soft.reference[i] == -INFINITY ? 0.0f : soft.reference[i];
           soft.shift[i] = 0.0f;
 #pragma unroll
-          for (int n = 0; n < kS; ++n) x[n][2 * i] -= shift, x[n][2 * i + 1] -= shift;
+          for (int n = 0; n < kS; ++n)
+#pragma unroll
+            for (int e = 2 * i; e < 2 * i + 2; ++e) x[n][e] = kRecords ? x[n][e] * unit - shift : x[n][e] - shift;
         }
+        unit = 1.0f;
       }
+    const float exponent_factor = kRecords ? unit * kLog2e : log2_factor;
     float sum[2] = {};
 #pragma unroll
     for (int n = 0; n < kS; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float& y = x[n][e];
-        y = y * log2_factor - soft.shift[e / 2];
+        y = y * exponent_factor - soft.shift[e / 2];
         y = ptx::exp2(y);
         sum[e / 2] += y;
       }
@@ -819,7 +943,8 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
       multiply_keys(q, stage);
       wgmma_wait<0>();
       hold(x);
-      release(&bar.k_empty[slot % kStages]);
+      if (!kBrought || !part.bias_added()) release(&bar.k_empty[slot % kStages]);
+      if (kEarlyQueries && part.last()) release(&bar.q_empty[q_stage]);
       softmax(part, t0);
       bool last = part.last();
       ++slot;
@@ -833,7 +958,8 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
         multiply_values(stage ^ 1);
         wgmma_wait<1>();
         hold(x);
-        release_products(&bar.k_empty[slot % kStages]);
+        if (!kBrought || !part.bias_added()) release_products(&bar.k_empty[slot % kStages]);
+        if (kEarlyQueries && part.last()) release_products(&bar.q_empty[q_stage]);
         softmax(part, t0);
         last = part.last();
         ++slot;
@@ -847,7 +973,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
         rescale_output();
         pack();
       }
-      release_products(&bar.q_empty[q_stage]);
+      if (!kEarlyQueries) release_products(&bar.q_empty[q_stage]);
       const uint32_t before = uniform((slot - 1) % kStages);
       wait_for_values();
       multiply_values(before);

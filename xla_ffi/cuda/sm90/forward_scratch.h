@@ -1,5 +1,5 @@
-// Scratch of the forward kernels: where few tiles have many keys, the keys of a tile are divided among several blocks,
-// and what each computes lies here until it is put together.
+// Scratch of the forward kernels. Where few tiles have many keys, the keys of a tile are divided among several blocks,
+// and what each computes lies here until it is put together. Otherwise the records of a bias per key: bias_records.h.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 namespace jax_dma::sm90 {
 
 // f32, [splits, B, N, T, Hv + 2]: 264 / (query tiles * B * K) splits are the most that are of use on 132 processors,
-// and no more than key tiles / 8. Less, or none, is allowed.
+// and no more than key tiles / 8. Or 648 for each 128 keys of each head and batch entry of the bias. Less, or none, is
+// allowed.
 struct ForwardScratch {
   float* data = nullptr;
   int64_t floats = 0;

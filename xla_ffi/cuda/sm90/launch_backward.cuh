@@ -7,6 +7,7 @@
 
 #include "../sm80/launch_common.cuh"
 #include "backward.cuh"
+#include "backward_wide.cuh"
 #include "launch.h"
 
 namespace jax_dma::sm90 {
@@ -61,14 +62,14 @@ inline bool pairs_are_aligned(const Problem& p, const View& view) {
 }
 
 // How a call's logits and dbias go through shared memory, and the maps of bias and dbias. False if it does not fit.
-template <int kHeadDim>
+template <class Shape>
 bool plan_logits(const Problem& p, float* dbias_sums, BackwardPlan* plan, BackwardMaps* maps) {
   constexpr int kLimit = 227 * 1024 - 1024;  // barriers and tables are beside it
-  const int queries = queries_per_tile(p.G) / kQueryParts;
+  const int queries = queries_per_tile(p.G) / (kTileRows / Shape::kTile);
   const bool grouped = p.G == 1 || p.G == 2 || p.G == 4 || p.G == 8;  // query = row >> shift
   const int group_shift = p.G == 2 ? 1 : p.G == 4 ? 2 : p.G == 8 ? 3 : 0;
   const auto shift_of = [&](const View& view) { return grouped && view.group == 0 ? group_shift : 0; };
-  const auto panel_of = [](int shift) { return std::max(kRows >> shift, 8) * 128; };
+  const auto panel_of = [](int shift) { return std::max(Shape::kTile >> shift, 8) * 128; };
   const bool tile_bias = p.bias.present() && (p.bias.row != 0 || p.bias.group != 0);
   // A map of boxes of 128 bytes of keys and a tile's rows.
   const auto map_of = [&](CUtensorMap* map, bool* has_batch, const View& view, void* data, DType dtype, int queries) {
@@ -83,10 +84,10 @@ bool plan_logits(const Problem& p, float* dbias_sums, BackwardPlan* plan, Backwa
   plan->group_shift = grouped ? group_shift : -1;
   plan->dbias = dbias_mode_of(p);
   plan->dbias_pairs = pairs_are_aligned(p, p.dbias);
-  if (p.bits.present()) plan->bits_shift = shift_of(p.bits), plan->bits_stage = (kRows >> plan->bits_shift) * 16;
+  if (p.bits.present()) plan->bits_shift = shift_of(p.bits), plan->bits_stage = (Shape::kTile >> plan->bits_shift) * 16;
   if (tile_bias) {
     plan->bias_shift = shift_of(p.bias), plan->bias_panel = panel_of(plan->bias_shift);
-    plan->bias_stage = plan->bias_panel * (p.bias_dtype == DType::kF32 ? 4 : 2);
+    plan->bias_stage = plan->bias_panel * (p.bias_dtype == DType::kF32 ? 4 : 2) / (kKeyTile / Shape::kKeys);
     plan->bias_aligned = sm80::bias_is_aligned(p, p.bias);
     plan->bias_by_tma = map_of(&maps->bias, &plan->bias_batch, p.bias, p.bias.data, p.bias_dtype, queries);
     if (plan->dbias == DBias::kPerQuery || plan->dbias == DBias::kPerRow) {
@@ -94,7 +95,7 @@ bool plan_logits(const Problem& p, float* dbias_sums, BackwardPlan* plan, Backwa
       plan->dbias_f32 = dbias_sums != nullptr || p.bias_dtype == DType::kF32;
       void* const data = dbias_sums ? dbias_sums : p.dbias.data;
       const DType dtype = plan->dbias_f32 ? DType::kF32 : p.bias_dtype;
-      const int zero_rows = BackwardShape<kHeadDim>::kDQBytes / 128 / (plan->dbias_f32 ? 2 : 1);
+      const int zero_rows = Shape::kDQBytes / 128 / (plan->dbias_f32 ? 2 : 1);
       plan->zero_queries = zero_rows / (p.dbias.group != 0 ? p.G : 1) / queries * queries;
       plan->dbias_by_tma =
           map_of(&maps->dbias, &plan->dbias_batch, p.dbias, data, dtype, queries) &&
@@ -105,13 +106,54 @@ bool plan_logits(const Problem& p, float* dbias_sums, BackwardPlan* plan, Backwa
   for (;; plan->dbias_by_tma = false) {
     const int dbias_bytes = plan->dbias_by_tma ? plan->dbias_panel * (plan->dbias_f32 ? 4 : 2) : 0;
     for (plan->logit_stages = 2; plan->logit_stages > 0; --plan->logit_stages) {
-      plan->dbias_at = BackwardShape<kHeadDim>::kLogits;
+      plan->dbias_at = Shape::kLogits;
       plan->bias_at = plan->dbias_at + dbias_bytes;
       plan->bits_at = plan->bias_at + plan->logit_stages * plan->bias_stage;
-      plan->shared = plan->bits_at + plan->logit_stages * plan->bits_stage;
+      plan->special_at = plan->bits_at + plan->logit_stages * plan->bits_stage;
+      plan->shared = plan->special_at + (p.bias.present() ? kRows * sizeof(SpecialRow) : 0);
       if (plan->shared <= kLimit) return true;
     }
     if (!plan->dbias_by_tma) return false;
+  }
+}
+
+// The maps and the plan of a kernel. False if the operands cannot be described or shared memory is too small.
+template <class Shape>
+bool prepare(const Problem& p, const BackwardBuffers& buffers, BackwardPlan* plan, BackwardMaps* maps) {
+  const int queries = queries_per_tile(p.G) / (kTileRows / Shape::kTile);
+  return make_map(p, p.q, p.T, p.N, p.H, p.G, queries, &maps->q, &maps->q_entry) &&
+         make_map(p, p.dout, p.T, p.N, p.Hv, p.G, queries, &maps->dout, &maps->dout_entry) &&
+         make_map(p, p.k, p.S, p.K, p.H, 1, Shape::kKeys, &maps->k, &maps->k_entry) &&
+         make_map(p, p.v, p.S, p.K, p.Hv, 1, Shape::kKeys, &maps->v, &maps->v_entry) &&
+         plan_logits<Shape>(p, buffers.dbias, plan, maps);
+}
+
+using BackwardKernel = void (*)(Problem, BackwardMaps, BackwardScratch, BackwardPlan);
+
+// tall: tiles of 128 rows; staged: dq leaves by way of shared memory.
+template <class T, int kHeadDim, class MaskKind, class BiasKind>
+BackwardKernel kernel_of(Staging staging, bool tall, bool staged) {
+  if constexpr (kHeadDim > 128) {
+    if constexpr (BiasKind::kind == Bias::kTile) return nullptr;
+    else
+      return staged ? jax_dma_sm90_backward_wide<T, MaskKind, BiasKind, true>
+                    : jax_dma_sm90_backward_wide<T, MaskKind, BiasKind, false>;
+  } else {
+    constexpr bool kAnyMask = MaskKind::kind == Mask::kBits;  // what is rare is compiled for all masks at once
+    const auto of = [&](auto staging) -> BackwardKernel {
+      if constexpr (kHeadDim == 64 && BiasKind::kind == Bias::kNone)
+        if (tall) return jax_dma_sm90_backward<T, kHeadDim, MaskKind, BiasKind, staging.value, 2>;
+      return jax_dma_sm90_backward<T, kHeadDim, MaskKind, BiasKind, staging.value>;
+    };
+    if constexpr (kAnyMask)
+      if (staging == Staging::kAny) return of(std::integral_constant<Staging, Staging::kAny>());
+    if constexpr (BiasKind::kind == Bias::kTile) {
+      if (staging == Staging::k2) return of(std::integral_constant<Staging, Staging::k2>());
+      if (staging == Staging::k4) return of(std::integral_constant<Staging, Staging::k4>());
+      if (staging == Staging::k8) return of(std::integral_constant<Staging, Staging::k8>());
+      if (staging == Staging::kF32) return of(std::integral_constant<Staging, Staging::kF32>());
+    }
+    return of(std::integral_constant<Staging, Staging::k1>());
   }
 }
 
@@ -123,21 +165,35 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
   const int queries = queries_per_tile(p.G) / kQueryParts;
   BackwardMaps maps{};
   BackwardPlan plan{};
-  if (!make_map(p, p.q, p.T, p.N, p.H, p.G, queries, &maps.q, &maps.q_entry) ||
-      !make_map(p, p.dout, p.T, p.N, p.Hv, p.G, queries, &maps.dout, &maps.dout_entry) ||
-      !make_map(p, p.k, p.S, p.K, p.H, 1, kKeys, &maps.k, &maps.k_entry) ||
-      !make_map(p, p.v, p.S, p.K, p.Hv, 1, kKeys, &maps.v, &maps.v_entry) ||
-      !plan_logits<kHeadDim>(p, buffers.dbias, &plan, &maps))
-    return cudaErrorNotSupported;
+  const bool tile_bias = p.bias.present() && (p.bias.row != 0 || p.bias.group != 0);
+  constexpr bool kWide = kHeadDim > 128;
+  if (kWide && tile_bias) return cudaErrorNotSupported;  // slower than the sm_80 class
+  // dq of head dimensions above 128 is added from registers, but where the order must be fixed.
+  const bool staged = !kWide || p.deterministic;
+  // Tiles of 128 rows for 64 channels, if they are twice 64 rows.
+  bool tall = false;
+  if constexpr (kHeadDim == 64)
+    tall = !p.bias.present() && kRows % p.G == 0 && prepare<BackwardShape<kHeadDim, 2>>(p, buffers, &plan, &maps);
+  const bool fits = tall || (staged ? prepare<BackwardShape<kHeadDim>>(p, buffers, &plan, &maps)
+                                    : prepare<BackwardShape<kHeadDim, 1, false>>(p, buffers, &plan, &maps));
+  if (!fits) return cudaErrorNotSupported;
 
-  const BackwardScratch scratch{buffers.row_stats, buffers.dq, buffers.turn, buffers.dbias, ceil_div(p.T, queries)};
+  const BackwardScratch scratch{buffers.row_stats, buffers.dq, buffers.turn, buffers.dbias,
+                                tall ? kQueryParts * p.query_tiles : ceil_div(p.T, queries)};
   const int64_t tiles = p.B * p.K * scratch.tiles;
   cudaError_t error = launch(jax_dma_sm90_row_stats<T, kHeadDim>, tiles, 256, 0, stream, p, scratch);
   if (error == cudaSuccess && buffers.dbias != nullptr)
     error = cudaMemsetAsync(buffers.dbias, 0, buffers.dbias_elements * sizeof(float), stream);
 
+  const bool rare = p.softcap != 0.0f || plan.group_shift < 0 || (p.start.present() && p.start.group != 0) ||
+                    (tile_bias && p.bias_dtype != p.dtype);
+  const Staging staging = rare             ? Staging::kAny
+                          : plan.dbias_f32 ? Staging::kF32
+                                           : static_cast<Staging>(plan.dbias_shift);
+
   // Blocks that add to one element of dbias are launched one after another where the order of additions must be fixed.
-  const int parts = static_cast<int>(ceil_div(p.S, kKeys)), heads = static_cast<int>(p.B * p.K);
+  const int parts = static_cast<int>(ceil_div(p.S, BackwardShape<kHeadDim>::kKeys)),
+            heads = static_cast<int>(p.B * p.K);
   const bool in_order = p.deterministic && buffers.dbias != nullptr;
   plan.heads = in_order ? 1 : heads;
   plan.parts = in_order && p.dbias.col == 0 ? 1 : parts;
@@ -145,8 +201,10 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
   for (plan.first_head = 0; plan.first_head < heads; plan.first_head += plan.heads)
     for (plan.first_part = 0; plan.first_part < parts && error == cudaSuccess; plan.first_part += plan.parts)
       error = sm80::with_kinds(p, [&](auto mask, auto bias) {
-        return launch(jax_dma_sm90_backward<T, kHeadDim, decltype(mask), decltype(bias)>,
-                      int64_t{plan.parts} * plan.heads, kThreads, plan.shared, stream, p, maps, scratch, plan);
+        const BackwardKernel kernel =
+            rare ? kernel_of<T, kHeadDim, sm80::dense_mask, decltype(bias)>(staging, tall, staged)
+                 : kernel_of<T, kHeadDim, decltype(mask), decltype(bias)>(staging, tall, staged);
+        return launch(kernel, int64_t{plan.parts} * plan.heads, kThreads, plan.shared, stream, p, maps, scratch, plan);
       });
   if (error == cudaSuccess) error = launch(jax_dma_sm90_reorder_dq<T, kHeadDim>, tiles, 256, 0, stream, p, scratch);
   if (error == cudaSuccess && buffers.dbias_elements > 0)

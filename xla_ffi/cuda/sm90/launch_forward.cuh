@@ -47,6 +47,14 @@ inline int choose_splits(const Problem& p, int64_t tiles, int blocks, int64_t sc
   return best;
 }
 
+// Whether the records of a bias per key are used often enough to pay for the kernel that makes them.
+constexpr int kFewestUses = 4;            // of a record, by tiles of queries
+constexpr int kFewestTilesOfABlock = 24;  // of keys: the gain is some 0.3 us each, the kernel takes about 4 us
+inline bool use_records(const Problem& p, int64_t items, int blocks, int64_t parts, int64_t records) {
+  return items * parts >= kFewestUses * records &&
+         items * p.key_tiles >= int64_t{kFewestTilesOfABlock} * (p.causal ? 2 : 1) * blocks;
+}
+
 template <class T, int kHeadDim>
 cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cudaStream_t stream) {
   using Shape = ForwardShape<kHeadDim>;
@@ -58,6 +66,8 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
   if (error != cudaSuccess) return error;
 
   const auto run = [&](auto mask, auto bias) {
+    using MaskKind = decltype(mask);
+    using BiasKind = decltype(bias);
     ForwardMaps maps{};
     ForwardPlan plan{};
     const int tile_queries = queries_per_tile(p.G);
@@ -78,8 +88,21 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
     if (!encode_forward_maps(p, bias.kind, Shape::kKeys, Shape::kRowBytes, &maps, &plan)) return cudaErrorNotSupported;
 
     const bool intervals = p.start.present();
-    plan.side_stage = (bias.kind == Bias::kKey ? 4 * Shape::kKeys : 0) +
-                      (intervals ? 8 * Shape::kKeys * (p.start.group != 0 ? p.G : 1) : 0);
+    const int interval_bytes = intervals ? 8 * Shape::kKeys * (p.start.group != 0 ? p.G : 1) : 0;
+    const bool rare = p.softcap != 0.0f || p.scale <= 0.0f || (p.bits.present() && (intervals || p.bits.col == 0));
+    using Record = typename Shape::Record;
+    constexpr bool kWritten = kWritesRecords<kHeadDim, MaskKind::kind>;
+    bool in_product =
+        bias.kind == Bias::kKey && !rare && p.scale >= kLeastScaleInProduct &&
+        Shape::kRecordsEnd + kStages * interval_bytes + static_cast<int>(sizeof(ForwardBarriers)) <= shared;
+    int64_t records = 0;  // that are brought
+    if (in_product && !kWritten) {
+      const int64_t parts = p.key_tiles * (kKeyTile / Shape::kKeys);
+      plan.records = view_of_records(p, parts, scratch.data, &records);
+      const int64_t floats = records * static_cast<int64_t>(sizeof(Record) / sizeof(float));
+      in_product = plan.splits == 1 && floats <= scratch.floats && use_records(p, items, processors, parts, records);
+    }
+    plan.side_stage = (bias.kind == Bias::kKey && !in_product ? 4 * Shape::kKeys : 0) + interval_bytes;
     const int rest = kStages * plan.side_stage + static_cast<int>(sizeof(ForwardBarriers));
     int bias_stages = kStages;
     if (bias.kind == Bias::kTile) {
@@ -89,20 +112,22 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
       if (Shape::kBiasAt + bias_stages * plan.bias_stage + rest > shared) bias_stages = 1;
     }
     plan.bias_two = bias_stages - 1;
-    plan.side_at = Shape::kBiasAt + bias_stages * plan.bias_stage;
+    plan.side_at = in_product ? Shape::kRecordsEnd : Shape::kBiasAt + bias_stages * plan.bias_stage;
     plan.barriers_at = plan.side_at + kStages * plan.side_stage;
     const int bytes = plan.barriers_at + static_cast<int>(sizeof(ForwardBarriers));
     if (bytes > shared) return cudaErrorNotSupported;
 
     const bool general =
-        p.softcap != 0.0f || p.scale <= 0.0f || (p.bits.present() && (intervals || p.bits.col == 0)) ||
+        rare || (bias.kind == Bias::kKey && !in_product) ||
         (bias.kind == Bias::kTile && (!plan.bias_by_tma || p.bias_dtype != p.dtype || bias_stages == 1));
+    if (in_product && !kWritten) {
+      error = fill_bias_records(p, static_cast<Record*>(plan.records.data), records, stream);
+      if (error != cudaSuccess) return error;
+    }
     // A block takes every blocks-th tile or so: neighbours in the order have lists of much the same length.
     const auto launch = [&](auto kernel) {
       return sm80::launch(kernel, std::min(items, blocks), Shape::kThreads, bytes, stream, p, maps, plan);
     };
-    using MaskKind = decltype(mask);
-    using BiasKind = decltype(bias);
     const cudaError_t launched = general ? launch(jax_dma_sm90_forward<T, kHeadDim, MaskKind, BiasKind, true>)
                                          : launch(jax_dma_sm90_forward<T, kHeadDim, MaskKind, BiasKind, false>);
     if (plan.splits == 1 || launched != cudaSuccess) return launched;

@@ -1,0 +1,5 @@
+#include "launch_backward.cuh"
+
+template cudaError_t jax_dma::sm90::launch_backward<__nv_bfloat16, 256>(const jax_dma::Problem&,
+                                                                        const jax_dma::sm80::BackwardBuffers&,
+                                                                        cudaStream_t);
