@@ -39,9 +39,37 @@ __device__ TileWord key_tiles_word(const Problem& p, const Operands& operands, i
               p.start.present() ? operands.bounds : nullptr);
 }
 
+// The first of the words from `word` on in which the intervals show a key tile to any query of [t0, t1); the word of
+// tile `tiles`, or one after it, if there is none. A window in a long sequence leaves most words empty, and judging
+// them one by one would wait for memory each time: here the loads of several are under way together.
+__device__ inline int skip_hidden(const Problem& p, const int32_t* bounds, int word, int tiles, int t0, int t1) {
+  constexpr int kTogether = 4;
+  if (!p.start.present() || tiles - word * kTilesPerWord <= 2 * kTogether * kTilesPerWord) return word;
+#pragma unroll 1
+  for (; word * kTilesPerWord < tiles; word += kTogether) {
+    bool seen[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int tile = (word + i) * kTilesPerWord + static_cast<int>(threadIdx.x % 32);
+      const int at = min(tile, static_cast<int>(p.key_tiles) - 1);
+      const int first = bounds[at], last = bounds[at + p.bounds.row];
+      seen[i] = tile == at && first < t1 && last > t0;
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (__any_sync(~0u, seen[i])) return word + i;
+  }
+  return word;
+}
+
 // Query tiles 32 * word ... that see a key tile.
 template <class Operands>
 __device__ TileWord query_tiles_word(const Problem& p, const Operands& operands, int key_tile, int word, int queries) {
+  if (p.start.present()) {  // far from the intervals of the tile's keys nothing needs a vote
+    const int32_t* b = operands.bounds + key_tile;
+    const int64_t t0 = int64_t{word} * kTilesPerWord * queries;
+    if (b[0] >= t0 + kTilesPerWord * queries || b[p.bounds.row] <= t0) return TileWord{0, 0};
+  }
   const uint32_t* map =
       p.bits.present() ? operands.by_key + key_tile * p.tiles_by_key.row + word * p.tiles_by_key.col : nullptr;
   return vote(p, word * kTilesPerWord + threadIdx.x % 32, key_tile, queries, map, p.tiles_by_key_plane,
@@ -49,7 +77,8 @@ __device__ TileWord query_tiles_word(const Problem& p, const Operands& operands,
 }
 
 // Walks the live tiles of one row or column of the tile grid, in order, each split into kParts parts.
-//   load(word) gives 32 tiles; keep(part index) may drop a part.
+//   skip(word) gives the first word from there on that may have any; load(word) its 32 tiles; keep(part index) may drop
+//   a part.
 template <int kParts>
 struct LiveTiles {
   int word = -1;
@@ -58,13 +87,14 @@ struct LiveTiles {
   bool tile_full = false;
 
   // The next live part of `tiles` tiles, or -1.
-  template <class Load, class Keep>
-  __device__ int next(int tiles, const Load& load, const Keep& keep) {
+  template <class Skip, class Load, class Keep>
+  __device__ int next(int tiles, const Skip& skip, const Load& load, const Keep& keep) {
     while (true) {
       while (++index % kParts != 0)
         if (keep(index)) return index;
       while (seen == 0) {
-        if (++word * kTilesPerWord >= tiles) return -1;
+        word = skip(word + 1);
+        if (word * kTilesPerWord >= tiles) return -1;
         const TileWord loaded = load(word);
         seen = loaded.seen, full = loaded.full;
       }

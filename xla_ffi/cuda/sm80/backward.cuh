@@ -503,7 +503,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
 
   const auto next_tile = [&](LiveTiles<kQueryParts>& live) {
     return live.next(
-        static_cast<int>(p.query_tiles),
+        static_cast<int>(p.query_tiles), [](int word) { return word; },
         [&](int word) { return query_tiles_word(p, operands, key_tile, word, tile_queries); },
         [&](int tile) {
           const int t0 = tile * queries, t1 = min(t0 + queries, static_cast<int>(p.T));

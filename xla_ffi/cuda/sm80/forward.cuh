@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 2)
   const auto next_part = [&] {
     return live.next(
         static_cast<int>(p.key_tiles),
+        [&](int word) { return skip_hidden(p, operands.bounds, word, static_cast<int>(p.key_tiles), t0, t1); },
         [&](int word) { return key_tiles_word(p, operands, t0 / tile_queries, word, tile_queries); },
         [&](int part) {
           return part * kKeys < static_cast<int>(p.S) &&

@@ -151,8 +151,12 @@ struct Walk {
     }
   }
   __device__ __forceinline__ int next(const Problem& p) {
+    const int tiles = static_cast<int>(ceil_div(max(limit, 0), kKeyTile));
     return live.next(
-        static_cast<int>(ceil_div(max(limit, 0), kKeyTile)),
+        tiles,
+        [&](int word) {
+          return skip_hidden(p, operands.bounds, word, tiles, first_tile * queries, (last_tile + 1) * queries);
+        },
         [&](int word) {
           TileWord seen = key_tiles_word(p, operands, first_tile, word, queries);
 #pragma unroll 1
