@@ -117,3 +117,35 @@ def test_a_bias_per_key_that_many_queries_use(H, shape, mask):
         want = oracle.attention(q[rows], k[b : b + 1], v[b : b + 1], its_mask, its_bias, is_causal=mask == "causal")
         assert relative_error(out[rows], want.out) <= TOLERANCE["bfloat16"][0]
         assert relative_error(lse[rows], want.lse) <= TOLERANCE["bfloat16"][1]
+
+
+def test_windows_in_a_long_sequence(kernels):
+    """Most tiles are far from the window: a query sees the same keys as in a short sequence, forward and backward."""
+    T, window, rows, dtype = 50_000, 100, 64, "float32" if kernels == "cpu" else "bfloat16"
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (
+        rng.standard_normal((1, T, heads, 16), np.float32).astype(jnp.dtype(dtype)) for heads in (2, 1, 1, 2)
+    )
+    starts = (0, 20_011, T - rows)  # only there the cotangent is not 0
+    dout[:, [t for t in range(T) if not any(0 <= t - start < rows for start in starts)]] = 0
+    mask = jax_dma.masks.sliding_window(T, T, window - 1)
+    call = lambda q, k, v: jax_dma.attention(q, k, v, mask, is_causal=True, implementation=kernels)
+
+    @jax.jit
+    def run(q, k, v, dout):
+        out, vjp = jax.vjp(call, q, k, v)
+        return out, *vjp(dout)
+
+    out, dq, dk, dv = (np.asarray(x) for x in run(q, k, v, dout))
+    for start in starts:
+        t, s = np.s_[:, start : start + rows], np.s_[:, max(0, start - window + 1) : start + rows]
+        at, of = np.arange(T)[t[1], None], np.arange(T)[None, s[1]]
+        seen = ((of <= at) & (of > at - window))[None, None]
+        want = oracle.attention(q[t], k[s], v[s], seen, dout=dout[t], dlse=np.zeros((1, rows, 2)))
+        for name, got in dict(out=out[t], dq=dq[t], dk=dk[s], dv=dv[s]).items():
+            allowed = TOLERANCE[dtype][0 if name == "out" else 2]
+            assert relative_error(got, getattr(want, name)) <= allowed, (name, start)
+    far = np.ones(T, bool)
+    for start in starts:
+        far[max(0, start - window + 1) : start + rows] = False
+    assert not np.asarray(dk[:, far]).any() and not np.asarray(dv[:, far]).any()
