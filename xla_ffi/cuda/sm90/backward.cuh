@@ -210,7 +210,7 @@ struct BackwardShared {
 };
 
 // Mask bits and bias of one tile into shared memory, by one warp.
-template <class T, Mask kMask, Bias kBias, int kBlockKeys = kKeys, int kTile = kRows>
+template <class T, Mask kMask, Bias kBias, int kTile = kRows>
 __device__ __forceinline__ void load_logits(const Problem& p, const BackwardPlan& plan,
                                             const BlockOperands<T>& operands, const Rows& rows, uint32_t bits_tile,
                                             uint32_t bias_tile, int t0, int key, bool bits) {
@@ -234,8 +234,7 @@ __device__ __forceinline__ void load_logits(const Problem& p, const BackwardPlan
   }
   if (kBias == Bias::kTile && !plan.bias_by_tma) {
     const bool per_head = p.bias.group != 0;
-    const int bytes = p.bias_dtype == DType::kF32 ? 4 : 2, per_chunk = 16 / bytes;
-    const int row_shift = (bytes == 4 ? 5 : 4) - (kBlockKeys == 64 ? 1 : 0);
+    const int bytes = p.bias_dtype == DType::kF32 ? 4 : 2, per_chunk = 16 / bytes, row_shift = bytes == 4 ? 5 : 4;
     const int chunk = lane & ((1 << row_shift) - 1), c = key + chunk * per_chunk;
     const int keys = max(min(static_cast<int>(p.S) - c, per_chunk), 0);
 #pragma unroll 2
@@ -282,19 +281,18 @@ __device__ __forceinline__ float (&half_of(float (&x)[kN], int half))[32] {
   return reinterpret_cast<float (&)[32]>(x[32 * half]);
 }
 
-// x = x * factor + bias^T, from a tile in shared memory. `key`: the first of this warp's 16, in the tile; `row`: its
-// first row.
-template <class T, bool kGeneral, int kN>
-__device__ __forceinline__ void add_bias(float (&x)[kN], const Problem& p, const BackwardPlan& plan, uint32_t tile,
-                                         int key, float factor, int row = 0) {
+// x = x * factor + bias^T, from a tile in shared memory. `key`: the first of this warp's 16, in the tile.
+template <class T, bool kGeneral>
+__device__ __forceinline__ void add_bias(float (&x)[32], const Problem& p, const BackwardPlan& plan, uint32_t tile,
+                                         int key, float factor) {
   const int lane = fresh_lane(), shift = plan.bias_shift;
   if (kGeneral && p.bias_dtype == DType::kF32) {
     tile += key / 32 * plan.bias_panel;
 #pragma unroll
-    for (int c = 0; c < kN / 4; ++c)
+    for (int c = 0; c < 8; ++c)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int r = (row + 8 * c + 2 * (lane % 4) + (e & 1)) >> shift, k = key % 32 + lane / 4 + 4 * (e & 2);
+        const int r = (8 * c + 2 * (lane % 4) + (e & 1)) >> shift, k = key % 32 + lane / 4 + 4 * (e & 2);
         float value;
         asm volatile("ld.shared.f32 %0, [%1];"
                      : "=f"(value)
@@ -309,8 +307,8 @@ __device__ __forceinline__ void add_bias(float (&x)[kN], const Problem& p, const
     const int chunk = key % 64 / 8 + (lane / 8) % 2;
     const uint32_t panel = tile + key / 64 * plan.bias_panel;
 #pragma unroll
-    for (int c = 0; c < kN / 4; c += 2) {
-      const int r = (row + 8 * (c + lane / 16) + lane % 8) >> shift;
+    for (int c = 0; c < 8; c += 2) {
+      const int r = (8 * (c + lane / 16) + lane % 8) >> shift;
       uint32_t pair[4];
       ptx::load_matrix_transposed(pair, panel + r * 128 + ((chunk ^ (r & 7)) << 4));
 #pragma unroll
@@ -536,7 +534,7 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t sourc
 
 // Where dbias goes that TMA cannot address or that is summed over more: rows of this block's 128 keys, from ds in
 // shared memory. By two warps, each thread with two neighbouring keys.
-template <class T, int kBlockKeys = kKeys>
+template <class T>
 struct DBiasWriter {
   const Problem& p;
   const Rows& rows;
@@ -572,7 +570,7 @@ struct DBiasWriter {
     return ptx::unpack<T>(bits).x;
   }
 
-  // `thread` is 0 to 63, of 64 keys 0 to 31.
+  // `thread` is 0 to 63.
   __device__ void write(uint32_t ds, int t0, int thread) const {
     const int queries = min(queries_per_tile(p.G) / kQueryParts, static_cast<int>(p.T) - t0), count = queries * p.G;
     if (p.dbias.col == 0) {
@@ -589,7 +587,7 @@ struct DBiasWriter {
       }
       return;
     }
-    if (pairs && key + kBlockKeys <= p.S) {
+    if (pairs && key + kKeys <= p.S) {
       if (summed != nullptr)
         write_rows(summed, ds, t0, count, k, [](float* at, float a, float b) {
           asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(at), "f"(a), "f"(b) : "memory");
@@ -659,7 +657,7 @@ struct DBiasWriter {
 #pragma unroll 1
       for (int j = 0; j < summands; ++j)
 #pragma unroll
-        for (int i = 0; i < kBlockKeys / 32; ++i) sum += element(ds, lane + 32 * i, r * first + j * step);
+        for (int i = 0; i < kKeys / 32; ++i) sum += element(ds, lane + 32 * i, r * first + j * step);
       for (int mask = 16; mask > 0; mask >>= 1) sum += __shfl_xor_sync(~0u, sum, mask);
       const int t = t0 + (mode == DBias::kPerQuery ? r : mode == DBias::kPerRow ? rows.query(r) : 0);
       const int g = mode == DBias::kPerRow ? rows.head(r) : mode == DBias::kPerHead ? r : 0;
@@ -848,9 +846,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                        0, tile * queries, p.bias.kv != 0 ? head % p.K : 0, plan.bias_batch ? head / p.K : 0);
           }
           __syncwarp();
-          load_logits<T, kMask, kBias, kKeys, kTile>(p, plan, operands, shared.rows,
-                                                     k_tile + plan.bits_at + stage * plan.bits_stage, bias_tile,
-                                                     tile * queries, key, p.bits.present() && !walk.tile_full);
+          load_logits<T, kMask, kBias, kTile>(p, plan, operands, shared.rows,
+                                              k_tile + plan.bits_at + stage * plan.bits_stage, bias_tile,
+                                              tile * queries, key, p.bits.present() && !walk.tile_full);
           arrive_after_copies(&shared.logits_full[stage]);
           arrive(&shared.logits_full[stage]);
           if (++stage == plan.logit_stages) stage = 0, parity ^= 1;

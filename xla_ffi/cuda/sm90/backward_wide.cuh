@@ -132,9 +132,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
         for (int tile = walk.next(p, operands, key); tile >= 0; tile = walk.next(p, operands, key)) {
           wait(&shared.logits_free[stage], parity);
-          load_logits<T, kMask, kBias, kBlockKeys>(p, plan, operands, shared.rows,
-                                                   k_tile + plan.bits_at + stage * plan.bits_stage, 0, tile * queries,
-                                                   key, p.bits.present() && !walk.tile_full);
+          load_logits<T, kMask, kBias>(p, plan, operands, shared.rows, k_tile + plan.bits_at + stage * plan.bits_stage,
+                                       0, tile * queries, key, p.bits.present() && !walk.tile_full);
           arrive_after_copies(&shared.logits_full[stage]);
           arrive(&shared.logits_full[stage]);
           if (++stage == plan.logit_stages) stage = 0, parity ^= 1;

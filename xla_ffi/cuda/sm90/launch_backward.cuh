@@ -87,7 +87,7 @@ bool plan_logits(const Problem& p, float* dbias_sums, BackwardPlan* plan, Backwa
   if (p.bits.present()) plan->bits_shift = shift_of(p.bits), plan->bits_stage = (Shape::kTile >> plan->bits_shift) * 16;
   if (tile_bias) {
     plan->bias_shift = shift_of(p.bias), plan->bias_panel = panel_of(plan->bias_shift);
-    plan->bias_stage = plan->bias_panel * (p.bias_dtype == DType::kF32 ? 4 : 2) / (kKeyTile / Shape::kKeys);
+    plan->bias_stage = plan->bias_panel * (p.bias_dtype == DType::kF32 ? 4 : 2);
     plan->bias_aligned = sm80::bias_is_aligned(p, p.bias);
     plan->bias_by_tma = map_of(&maps->bias, &plan->bias_batch, p.bias, p.bias.data, p.bias_dtype, queries);
     if (plan->dbias == DBias::kPerQuery || plan->dbias == DBias::kPerRow) {
