@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_dma import checks, choice, kept_keys, mesh, op, reference
 from jax_dma.implementations import xla
 from jax_dma.masks import KeyIntervals
-from jax_dma.plan import MaskPlan, plan
+from jax_dma.plan import MaskPlan, plan_for
 from jax_dma.tiles import Visibility, interval_bounds
 
 
@@ -106,7 +106,7 @@ def attention(
                     differentiable_in_every_mode=call.implementations[0] == "xla",
                 )
             else:
-                visibility = _visibility(mask, q, k)
+                visibility = _visibility(mask, q, k, is_causal)
                 q, k, v, visibility, bias = mesh.align_varying((q, k, v, visibility, bias))
                 out, lse = _attend(call, q, k, v, visibility, bias)
         if sinks is not None:
@@ -185,14 +185,14 @@ def with_rank(x, rank):
     return x.reshape((1,) * (rank - x.ndim) + x.shape) if x.ndim < rank else x
 
 
-def _visibility(mask, q, k):
+def _visibility(mask, q, k, causal):
     """What kernels read, from any kind of mask."""
     if mask is None:
         return Visibility()
     if isinstance(mask, KeyIntervals):
         return _interval_visibility(*same_shape(mask.start, mask.end), q, k)
     if not isinstance(mask, MaskPlan):
-        mask = plan(mask, q, k)
+        mask = plan_for(mask, q, k, causal=causal)
     return Visibility(mask.bits, mask.tiles_by_query, mask.tiles_by_key)
 
 

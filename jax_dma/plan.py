@@ -70,11 +70,16 @@ def plan(mask, q, k):
     if isinstance(mask, KeyIntervals):
         raise TypeError("mask is a KeyIntervals, which needs no plan: pass it to attention as it is")
     check_dense_mask(mask, q.shape, k.shape)
+    return plan_for(mask, q, k, causal=False)
+
+
+def plan_for(mask, q, k, *, causal):
+    """The plan of a checked mask, for calls with this causal rule: what it hides from a whole tile need not be read."""
     (T, N), (S, K) = q.shape[-3:-1], k.shape[-3:-1]
     with jax.named_scope("jax_dma.plan"):
         # Masks that are broadcast along queries or keys are small: plain JAX will do.
         run = _bind if min(mask.shape[-2:]) > 1 else analyse_all
-        return MaskPlan(*run(mask, shape=(T, S, N, K)), T, S, N, K)
+        return MaskPlan(*run(mask, shape=(T, S, N, K), causal=causal), T, S, N, K)
 
 
 def plan_top_k(bias, window, q, k, *, is_causal=False, mask=None):
@@ -108,18 +113,18 @@ def plan_top_k(bias, window, q, k, *, is_causal=False, mask=None):
         return MaskPlan(bits, *tile_maps(bits, T, S, N, K), T, S, N, K)
 
 
-def analyse_all(mask, *, shape):
+def analyse_all(mask, *, shape, causal):
     return analyse(mask, *shape)
 
 
 # The analysis of a mask that varies over queries and keys, as a primitive: a kernel reads the mask once on a GPU, where
-# plain JAX reads it several times over.
+# plain JAX reads it several times over. Under `causal` the result may leave out whole tiles that this rule hides.
 plan_p = Primitive("jax_dma_plan")
 plan_p.multiple_results = True
 
 
 @plan_p.def_abstract_eval
-def _plan_types(mask, *, shape, devices):
+def _plan_types(mask, *, shape, causal, devices):
     like = lambda x: mask.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=_sharding(mask, len(x.shape)))
     results = jax.eval_shape(
         functools.partial(analyse, T=shape[0], S=shape[1], N=shape[2], K=shape[3]),
@@ -134,25 +139,27 @@ def _sharding(mask, rank):
     return mask.sharding.update(spec=(batch + (None,) * rank)[:rank])
 
 
-def _bind(mask, *, shape):
-    return plan_p.bind(mask, shape=shape, devices=partition.marker())
+def _bind(mask, *, shape, causal):
+    return plan_p.bind(mask, shape=shape, causal=causal, devices=partition.marker())
 
 
 @functools.cache
-def _compiled(shape):
-    return jax.jit(functools.partial(_bind, shape=shape))
+def _compiled(shape, causal):
+    return jax.jit(functools.partial(_bind, shape=shape, causal=causal))
 
 
-plan_p.def_impl(lambda mask, *, shape, devices: _compiled(shape)(mask))
+plan_p.def_impl(lambda mask, *, shape, causal, devices: _compiled(shape, causal)(mask))
 
 
-def _lower(platform, mask, *, shape, devices):
+def _lower(platform, mask, *, shape, causal, devices):
     if platform != "cuda" or ffi.load("cuda") is not None:
         return list(analyse(mask, *shape))
     if jax.typeof(mask).sharding.mesh.manual_axes:  # inside shard_map: local already
-        return ffi.plan(mask, *shape)
+        return ffi.plan(mask, *shape, causal)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return partition.partitioned_plan(lambda mask, shape: ffi.plan(mask, *shape), mask, shape)
+        # A part of the queries does not know where its first one is.
+        run = lambda mask, part: ffi.plan(mask, *part, causal and part[0] == shape[0])
+        return partition.partitioned_plan(run, mask, shape)
 
 
 # What the kernel's lowering traces is split by `partition`; plain JAX is split by XLA, which may see types.
@@ -164,8 +171,8 @@ mlir.register_lowering(
 )
 
 
-def _batch(operands, dims, *, shape, devices):
-    results = plan_p.bind(jnp.moveaxis(operands[0], dims[0], 0), shape=shape, devices=devices)
+def _batch(operands, dims, **parameters):
+    results = plan_p.bind(jnp.moveaxis(operands[0], dims[0], 0), **parameters)
     return results, [0] * len(results)
 
 

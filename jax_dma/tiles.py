@@ -13,6 +13,7 @@ import jax.numpy as jnp
 KEY_TILE = 128
 TILE_ROWS = 128
 _WORD = 32
+_MOST_TILES_WITHOUT_WORDS = 128  # kMostTilesWithoutWords in xla_ffi/common/problem.h
 _INT32 = jnp.iinfo(jnp.int32)
 _ALL_ONES = 0xFFFFFFFF
 
@@ -112,14 +113,17 @@ def interval_bounds(start, end, N, K):
       start, end: int32 [*batch, N|K|1, S].
 
     Returns:
-      int32 [*batch, K|1, 4, ceil(S / 128)].
+      int32 [*batch, K|1, 4, tiles]; where there are more than 128 tiles, the bounds of each 32 of them follow.
     """
     *batch, heads, S = start.shape
 
     def reduce(x, padding, reducer):
         x = _pad_last(x, KEY_TILE, padding)
         x = reducer(_split_last(x, KEY_TILE), -1)
-        return x if heads in (1, K) else reducer(x.reshape((*batch, K, N // K) + x.shape[-1:]), -2)
+        x = x if heads in (1, K) else reducer(x.reshape((*batch, K, N // K) + x.shape[-1:]), -2)
+        if x.shape[-1] <= _MOST_TILES_WITHOUT_WORDS:
+            return x
+        return jnp.concatenate([x, reducer(_split_last(_pad_last(x, _WORD, padding), _WORD), -1)], axis=-1)
 
     empty = start >= end
     smallest_start = reduce(jnp.where(empty, _INT32.max, start), _INT32.max, jnp.min)

@@ -7,6 +7,7 @@ import pytest
 
 import jax_dma
 from cases import PATTERNS, Case, make, per_query_head
+from jax_dma.plan import plan_for
 from jax_dma.tiles import interval_bounds, pack_bits, queries_per_tile, unpack_bits
 from support import check, fit
 
@@ -84,6 +85,21 @@ def test_tile_classes(platform, pattern):
         assert np.array_equal(np.swapaxes(by_key, -1, -2), expected)
 
 
+@on_each_platform
+@pytest.mark.parametrize("T, S", [(100, 700), (300, 300), (700, 200), (65, 1056)])
+@pytest.mark.parametrize("pattern", ["11TS", "1NTS"])
+def test_tiles_hidden_by_the_causal_rule(platform, T, S, pattern):
+    """The kernel takes them as hidden without reading them; plain JAX analyses the whole mask."""
+    case = Case((2,), T, S, 8, 2, 8, mask=pattern)
+    mask = np.random.default_rng(T).random(case.shape(pattern)) < 0.5
+    mask[..., :128] = True
+    last_queries = np.minimum(np.arange(T) // 32 * 32 + 31, T - 1)
+    seen = np.arange(S) // KEY_TILE * KEY_TILE <= last_queries[:, None] + S - T
+    assert not seen.all()
+    causal = jax.jit(lambda m: plan_for(m, *shapes(case), causal=True))(mask)
+    assert_same_plan(causal, jax_dma.plan(mask & seen if platform == "cuda" else mask, *shapes(case)))
+
+
 def shapes(case):
     struct = lambda length, heads: jax.ShapeDtypeStruct((*case.batch, length, heads, case.H), jnp.float32)
     return struct(case.T, case.N), struct(case.S, case.K)
@@ -130,6 +146,23 @@ def test_interval_bounds(heads):
         for t in range(case.T):
             everywhere = ((a <= t) & (t < z)).all()
             assert (latest <= t < earliest) == everywhere
+
+
+def test_interval_bounds_of_words():
+    """Where there are more than 128 key tiles, each 32 of them have bounds too, after those of the tiles."""
+    rng = np.random.default_rng(0)
+    start = rng.integers(0, 1000, (2, 1, 160 * KEY_TILE + 3)).astype(np.int32)
+    end = start + rng.integers(-200, 200, start.shape).astype(np.int32)
+    end[0, 0, 32 * KEY_TILE : 64 * KEY_TILE] = 0  # a word that nobody sees
+    bounds = np.asarray(interval_bounds(jnp.asarray(start), jnp.asarray(end), 4, 2))
+    assert bounds.shape == (2, 1, 4, 161 + 6)
+    first = (jnp.asarray(x[..., : 128 * KEY_TILE]) for x in (start, end))
+    short = np.asarray(interval_bounds(*first, 4, 2))
+    np.testing.assert_array_equal(bounds[..., :128], short)
+    for word in range(6):
+        tiles = bounds[..., 32 * word : min(32 * word + 32, 161)]
+        want = [reduce(tiles[:, :, i], -1) for i, reduce in enumerate((np.min, np.max, np.max, np.min))]
+        np.testing.assert_array_equal(bounds[..., 161 + word], np.stack(want, -1))
 
 
 def test_one_plan_serves_many_layers(implementation):

@@ -119,10 +119,13 @@ def _kernel_head_dim(H, Hv):
     return next(n for n in (64, 128, 256) if max(H, Hv) <= n)
 
 
-def plan(mask, T, S, N, K):
-    """The analysis of a dense mask [*batch, N|K|1, T, S] by the CUDA kernel; see :func:`jax_dma.tiles.analyse`."""
+def plan(mask, T, S, N, K, causal):
+    """The analysis of a dense mask [*batch, N|K|1, T, S] by the CUDA kernel; see :func:`jax_dma.tiles.analyse`.
+
+    Under ``causal`` tiles that the rule hides altogether are not read: they count as hidden.
+    """
     types = jax.eval_shape(lambda mask: analyse(mask, T, S, N, K), jax.ShapeDtypeStruct(mask.shape, jnp.bool_))
-    return custom_call("plan", [(x.shape, x.dtype) for x in types], mask, num_heads=N, num_kv_heads=K)
+    return custom_call("plan", [(x.shape, x.dtype) for x in types], mask, num_heads=N, num_kv_heads=K, causal=causal)
 
 
 def forward(name, *operands, call):

@@ -486,7 +486,7 @@ def _seen(visibility, c):
         words = visibility.tiles_by_query[..., 0, :]
         return unpack_bits(words, key_tiles) if visibility.bits.shape[-1] > 1 else (words & 1) != 0
     if visibility.start is not None:
-        smallest_start, largest_end, _, _ = jnp.split(visibility.bounds, 4, axis=-2)
+        smallest_start, largest_end, _, _ = jnp.split(visibility.bounds[..., :key_tiles], 4, axis=-2)
         tile = queries_per_tile(c.G)
         t0 = (jnp.arange(pl.cdiv(c.T, tile), dtype=jnp.int32) * tile).reshape((1,) * (len(c.batch) + 1) + (-1, 1))
         return (smallest_start < jnp.minimum(t0 + tile, c.T)) & (largest_end > t0)

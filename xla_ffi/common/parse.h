@@ -5,7 +5,7 @@
 //   has_bits:       bits [*batch, N|K|1, T|1, W|1] u32
 //                   tiles_by_query [*batch, K|1, query_tiles|1, 2, words(key_tiles)|1] u32
 //                   tiles_by_key [*batch, K|1, key_tiles|1, 2, words(query_tiles)|1] u32
-//   has_intervals:  start, end [*batch, N|K|1, S] s32   bounds [*batch, K|1, 4, key_tiles] s32
+//   has_intervals:  start, end [*batch, N|K|1, S] s32   bounds [*batch, K|1, 4, key_tiles + bounded_words] s32
 //   has_bias:       bias [*batch, N|K|1, T|1, S|1]
 //   backward:       out, lse [*batch, T, N, 2] f32, dout, dlse [*batch, T, N] f32
 // Results: forward  out [*batch, T, N, Hv], lse;  backward  dq, dk, dv, [dbias].
@@ -261,14 +261,15 @@ class Parser {
     const ffi::AnyBuffer buffer = *args_.get<ffi::AnyBuffer>(index);
     const auto dims = buffer.dimensions();
     if (buffer.element_type() != ffi::DataType::S32) return reject(std::string(name) + " must be s32");
+    const int64_t count = p_.key_tiles + bounded_words(p_.key_tiles);
     if (dims.size() != rank_ + 3 || (dims[rank_] != 1 && dims[rank_] != p_.K) || dims[rank_ + 1] != 4 ||
-        dims[rank_ + 2] != p_.key_tiles)
+        dims[rank_ + 2] != count)
       return reject(std::string(name) + " has shape " + shape_text(dims) + ", expected trailing [K|1, 4, " +
-                    std::to_string(p_.key_tiles) + "]");
+                    std::to_string(count) + "]");
     view->data = buffer.untyped_data();
-    view->col = 1, view->row = p_.key_tiles;
-    view->kv = dims[rank_] == 1 ? 0 : 4 * p_.key_tiles;
-    return batch_strides(name, dims, dims[rank_] * 4 * p_.key_tiles, view, false);
+    view->col = 1, view->row = count;
+    view->kv = dims[rank_] == 1 ? 0 : 4 * count;
+    return batch_strides(name, dims, dims[rank_] * 4 * count, view, false);
   }
 
   // Drops axes of extent 1 and merges neighbours that every operand can walk with one stride.

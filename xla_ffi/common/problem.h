@@ -35,6 +35,12 @@ JAX_DMA_HOST_DEVICE int queries_per_tile(int group) {
 
 JAX_DMA_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// How many words of key tiles have bounds of intervals of their own: those of long sequences. (jax_dma/tiles.py)
+constexpr int64_t kMostTilesWithoutWords = 128;
+JAX_DMA_HOST_DEVICE int64_t bounded_words(int64_t key_tiles) {
+  return key_tiles > kMostTilesWithoutWords ? ceil_div(key_tiles, kTilesPerWord) : 0;
+}
+
 enum class DType : int { kF32, kBF16, kF16 };
 
 // One operand. Strides are in elements and 0 along a broadcast axis; data is null when the operand is absent.
@@ -78,7 +84,7 @@ struct Problem {
   // Key intervals (all three or none): key s is visible to query t iff start[s] <= t < end[s].
   View start, end;  // int32; col: key
   // Per key tile, int32; row: which of {smallest start, largest end (both over non-empty intervals), largest start,
-  // smallest end}, col: key tile.
+  // smallest end}, col: key tile, and after those the bounded_words.
   View bounds;
 
   View bias;  // bias_dtype; row: query, col: key

@@ -109,8 +109,8 @@ ffi::Error backward(cudaStream_t stream, Config config, ffi::RemainingArgs args,
 
 // mask [*batch, N|K|1, T, S] pred -> bits, tiles_by_query, tiles_by_key, as in common/parse.h.
 using Words = ffi::Result<ffi::Buffer<ffi::U32>>;
-ffi::Error plan_mask(cudaStream_t stream, int64_t num_heads, int64_t num_kv_heads, ffi::Buffer<ffi::PRED> mask,
-                     Words bits, Words by_query, Words by_key) {
+ffi::Error plan_mask(cudaStream_t stream, int64_t num_heads, int64_t num_kv_heads, int64_t causal,
+                     ffi::Buffer<ffi::PRED> mask, Words bits, Words by_query, Words by_key) {
   const auto dims = mask.dimensions();
   if (dims.size() < 3 || num_kv_heads < 1 || num_heads % std::max<int64_t>(num_kv_heads, 1) != 0)
     return invalid("mask must be [*batch, N|K|1, T, S], got " + shape_text(dims));
@@ -123,6 +123,7 @@ ffi::Error plan_mask(cudaStream_t stream, int64_t num_heads, int64_t num_kv_head
                             dims[dims.size() - 1],
                             static_cast<int>(heads),
                             static_cast<int>(num_heads / num_kv_heads),
+                            causal != 0,
                             bits->typed_data(),
                             by_query->typed_data(),
                             by_key->typed_data()};
@@ -214,6 +215,7 @@ XLA_FFI_DEFINE_HANDLER(kPlan, plan_mask,
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()
                            .Attr<int64_t>("num_heads")
                            .Attr<int64_t>("num_kv_heads")
+                           .Attr<int64_t>("causal")
                            .Arg<ffi::Buffer<ffi::PRED>>()
                            .Ret<ffi::Buffer<ffi::U32>>()
                            .Ret<ffi::Buffer<ffi::U32>>()

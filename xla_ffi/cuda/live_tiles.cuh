@@ -39,37 +39,53 @@ __device__ TileWord key_tiles_word(const Problem& p, const Operands& operands, i
               p.start.present() ? operands.bounds : nullptr);
 }
 
-// The first of the words from `word` on in which the intervals show a key tile to any query of [t0, t1); the word of
-// tile `tiles`, or one after it, if there is none. A window in a long sequence leaves most words empty, and judging
-// them one by one would wait for memory each time: here the loads of several are under way together.
+// The first of the words from `word` on in which the intervals may show a key tile to any query of [t0, t1); the word
+// of tile `tiles`, or one after it, if there is none. A window in a long sequence leaves most words empty.
 __device__ inline int skip_hidden(const Problem& p, const int32_t* bounds, int word, int tiles, int t0, int t1) {
-  constexpr int kTogether = 4;
-  if (!p.start.present() || tiles - word * kTilesPerWord <= 2 * kTogether * kTilesPerWord) return word;
+  if (!p.start.present() || p.bounds.row == p.key_tiles) return word;
+  bounds += p.key_tiles;  // those of words
 #pragma unroll 1
-  for (; word * kTilesPerWord < tiles; word += kTogether) {
-    bool seen[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int tile = (word + i) * kTilesPerWord + static_cast<int>(threadIdx.x % 32);
-      const int at = min(tile, static_cast<int>(p.key_tiles) - 1);
-      const int first = bounds[at], last = bounds[at + p.bounds.row];
-      seen[i] = tile == at && first < t1 && last > t0;
-    }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i)
-      if (__any_sync(~0u, seen[i])) return word + i;
+  for (; word * kTilesPerWord < tiles; word += 32) {
+    const int mine = word + static_cast<int>(threadIdx.x % 32);
+    const bool seen = mine * kTilesPerWord < tiles && bounds[mine] < t1 && bounds[mine + p.bounds.row] > t0;
+    const uint32_t votes = __ballot_sync(~0u, seen);
+    if (votes != 0) return word + __ffs(votes) - 1;
   }
   return word;
+}
+
+// How many key tiles before `key_tile` a query tile sees. kIntervals: whether there may be intervals.
+template <bool kIntervals, class Operands>
+__device__ int key_tiles_before(const Problem& p, const Operands& operands, int query_tile, int key_tile, int queries) {
+  const auto skip = [&](int word) {
+    if (!kIntervals) return word;
+    return skip_hidden(p, operands.bounds, word, key_tile, query_tile * queries, (query_tile + 1) * queries);
+  };
+  int count = 0;
+#pragma unroll 1
+  for (int word = skip(0); word * kTilesPerWord < key_tile; word = skip(word + 1)) {
+    uint32_t seen = key_tiles_word(p, operands, query_tile, word, queries).seen;
+    if (word == key_tile / kTilesPerWord) seen &= (1u << (key_tile % kTilesPerWord)) - 1;
+    count += __popc(seen);
+  }
+  return count;
+}
+
+// The words of query tiles that the intervals of a key tile reach: from first to last.
+struct WordRange {
+  int first, last;
+};
+__device__ inline WordRange query_words(const Problem& p, const int32_t* bounds, int key_tile, int queries) {
+  if (!p.start.present()) return {0, static_cast<int>((p.query_tiles - 1) / kTilesPerWord)};
+  const int t0 = max(bounds[key_tile], 0), t1 = min(bounds[key_tile + p.bounds.row], static_cast<int>(p.T));
+  if (t0 >= t1) return {0, -1};
+  const int shift = __ffs(queries * kTilesPerWord) - 1;  // a power of two
+  return {t0 >> shift, (t1 - 1) >> shift};
 }
 
 // Query tiles 32 * word ... that see a key tile.
 template <class Operands>
 __device__ TileWord query_tiles_word(const Problem& p, const Operands& operands, int key_tile, int word, int queries) {
-  if (p.start.present()) {  // far from the intervals of the tile's keys nothing needs a vote
-    const int32_t* b = operands.bounds + key_tile;
-    const int64_t t0 = int64_t{word} * kTilesPerWord * queries;
-    if (b[0] >= t0 + kTilesPerWord * queries || b[p.bounds.row] <= t0) return TileWord{0, 0};
-  }
   const uint32_t* map =
       p.bits.present() ? operands.by_key + key_tile * p.tiles_by_key.row + word * p.tiles_by_key.col : nullptr;
   return vote(p, word * kTilesPerWord + threadIdx.x % 32, key_tile, queries, map, p.tiles_by_key_plane,

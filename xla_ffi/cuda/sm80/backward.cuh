@@ -503,7 +503,11 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
 
   const auto next_tile = [&](LiveTiles<kQueryParts>& live) {
     return live.next(
-        static_cast<int>(p.query_tiles), [](int word) { return word; },
+        static_cast<int>(p.query_tiles),
+        [&](int word) {
+          const WordRange reached = query_words(p, operands.bounds, key_tile, tile_queries);
+          return word > reached.last ? static_cast<int>(p.query_tiles) : max(word, reached.first);
+        },
         [&](int word) { return query_tiles_word(p, operands, key_tile, word, tile_queries); },
         [&](int tile) {
           const int t0 = tile * queries, t1 = min(t0 + queries, static_cast<int>(p.T));
@@ -803,12 +807,8 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
       if (!kGeneral && tile >= 0) following = next_tile(live);
       if (p.deterministic) {  // key tiles add in their own order
         int* const turn = scratch.turn + head * (scratch.rows / kRows) + this_tile;
-        int before = 0;
-        for (int word = 0; word <= static_cast<int>(key_tile / kTilesPerWord); ++word) {
-          uint32_t seen = key_tiles_word(p, operands, this_tile / kQueryParts, word, tile_queries).seen;
-          if (word == key_tile / kTilesPerWord) seen &= (1u << (key_tile % kTilesPerWord)) - 1;
-          before += __popc(seen);
-        }
+        constexpr bool kIntervals = kGeneral || kMask == Mask::kIntervals;
+        const int before = key_tiles_before<kIntervals>(p, operands, this_tile / kQueryParts, key_tile, tile_queries);
         const int mine = before * kKeyParts + static_cast<int>(part % kKeyParts);
         if (threadIdx.x == 0)
           while (ptx::load_acquire(turn) != mine) __nanosleep(64);

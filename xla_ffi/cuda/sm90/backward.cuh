@@ -150,7 +150,8 @@ struct Rows {
 };
 
 // The live tiles of a block, whose first key is `key`, backwards from plan tile `start` and then from the last one.
-template <int kParts>
+// kIntervals: whether there may be intervals.
+template <int kParts, bool kIntervals>
 struct Walk {
   int start, words, done = 0, tile = 0, parts = 0;
   uint32_t seen = 0, full = 0;
@@ -171,6 +172,7 @@ struct Walk {
         if (p.deterministic || !p.causal || key <= t1 - 1 + static_cast<int>(p.causal_offset())) return index;
       }
       while (seen == 0) {
+        if (kIntervals && p.start.present()) skip_hidden(p, operands.bounds, key / kKeyTile, tile_queries);
         if (done > words) return -1;
         const TileWord loaded = query_tiles_word(p, operands, key / kKeyTile, word_of(done), tile_queries);
         seen = loaded.seen, full = loaded.full;
@@ -189,6 +191,14 @@ struct Walk {
   __device__ int word_of(int step) const {
     const int word = start / kTilesPerWord - step;
     return word < 0 ? word + words : word;
+  }
+  // Goes on to the next word that the intervals reach; there is none where `done` passes `words`.
+  __device__ void skip_hidden(const Problem& p, const int32_t* bounds, int key_tile, int tile_queries) {
+    const WordRange reached = query_words(p, bounds, key_tile, tile_queries);
+    const int word = word_of(done);
+    if (reached.first > reached.last) done = words + 1;
+    else if (word > reached.last) done += word - reached.last;
+    else if (word < reached.first) done += word + words - reached.last;
   }
 };
 
@@ -783,7 +793,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < 4) {
     give_registers<kProducerRegs>();
-    Walk<kParts> walk(p, shared.start);
+    constexpr bool kIntervals = kMask == Mask::kIntervals || kGeneral;  // there may be intervals
+    Walk<kParts, kIntervals> walk(p, shared.start);
     if (warp == 0) {
       const int kv_head = head % p.K, bytes = kPanels * queries * p.G * 128;
       int i = 0;
@@ -893,13 +904,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int tile = walk.next(p, operands, key); tile >= 0; tile = walk.next(p, operands, key), ++i) {
         const int64_t place = place_of(tile);
         int turn = 0;
-        if (p.deterministic) {  // key tiles add to dq in their own order: how many come before
-#pragma unroll 1
-          for (int word = 0; word <= key_tile / kTilesPerWord; ++word) {
-            uint32_t seen = key_tiles_word(p, operands, tile / kParts, word, queries_per_tile(p.G)).seen;
-            if (word == key_tile / kTilesPerWord) seen &= (1u << (key_tile % kTilesPerWord)) - 1;
-            turn += __popc(seen);
-          }
+        if (p.deterministic) {  // key tiles add to dq in their own order
+          turn = key_tiles_before<kIntervals>(p, operands, tile / kParts, key_tile, queries_per_tile(p.G));
           pass_turn();
         }
         if constexpr (kBias == Bias::kTile) {
@@ -945,7 +951,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             fence_async_proxy();
             __syncwarp();
           }
-          Walk<kParts> again(p, static_cast<int>(p.query_tiles) - 1);
+          Walk<kParts, kIntervals> again(p, static_cast<int>(p.query_tiles) - 1);
           int tile = static_cast<int>(ceil_div(p.T, queries));
 #pragma unroll 1
           while (tile >= 0) {

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < 4) {
     give_registers<kProducerRegs>();
-    Walk<kQueryParts> walk(p, shared.start);
+    Walk<kQueryParts, kMask != Mask::kNone> walk(p, shared.start);
     if (warp == 0) {
       const int kv_head = head % p.K, bytes = kPanels * queries * p.G * 128;
       int i = 0;
@@ -153,16 +153,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
       for (int tile = walk.next(p, operands, key); tile >= 0; tile = walk.next(p, operands, key), ++i) {
         const int64_t half = 2 * (head * scratch.tiles + tile) + group;
-        if (p.deterministic) {  // blocks add to dq in the order of their keys: how many come before
-          int turn = 0;
-          const int key_tile = key / kKeyTile, per_tile = kKeyTile / kBlockKeys;
-#pragma unroll 1
-          for (int word = 0; word <= key_tile / kTilesPerWord; ++word) {
-            uint32_t seen = key_tiles_word(p, operands, tile / kQueryParts, word, queries_per_tile(p.G)).seen;
-            if (word == key_tile / kTilesPerWord) seen &= (1u << (key_tile % kTilesPerWord)) - 1;
-            turn += __popc(seen);
-          }
-          turn = turn * per_tile + part % per_tile;
+        if (p.deterministic) {  // blocks add to dq in the order of their keys
+          constexpr int kPerTile = kKeyTile / kBlockKeys;
+          const int before = key_tiles_before<kMask != Mask::kNone>(p, operands, tile / kQueryParts, key / kKeyTile,
+                                                                    queries_per_tile(p.G));
+          const int turn = before * kPerTile + part % kPerTile;
           pass_turn();
           due = scratch.turn + half, due_turn = turn + 1;
           if (lane == 0)
