@@ -2,9 +2,10 @@
 
 Queries are cut into runs of R consecutive ones. The keys that any query of a run sees number at most ``live + R - 1``
 (the promise of :attr:`jax_dma.KeyIntervals.live`), so a run's keys, values and per-key biases fit in a list of fixed
-length, and with R about half of ``live`` all lists together are three times as long as the queries: O(T) memory. The
-runs become a batch axis, the intervals are shifted to each run's first query, and the ordinary kernels do the rest.
-They compute on ``live + R`` keys a query instead of S, and within a run they skip tiles as they always do.
+length, and with R between a quarter of ``live`` and all of it the lists together are two to five times as long as the
+queries: O(T) memory. The runs become a batch axis, the intervals are shifted to each run's first query, and the
+ordinary kernels do the rest. They compute on ``live + R`` keys a query instead of S, and within a run they skip tiles
+as they always do.
 
 A list begins with the keys that all queries of its run see, in order, and then has the others, in order. So nearly all
 tiles of a long list need no masking, and where keys enter and leave one after another (scores that rise, say) the rest
@@ -13,6 +14,7 @@ is a band, of which tiles are skipped.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +24,24 @@ from jax_dma.primitives import with_cuda_kernel
 from jax_dma.tiles import KEY_TILE
 
 _LONGEST_RUN = 4096
+_ENOUGH_TILES = 2048  # 16 for each processor of an H200
 
 
-def run_length(query_length, key_length, live):
-    """R for a call, or None where gathering would not save at least two thirds of the work."""
+def run_length(query_length, key_length, live, heads=1):
+    """R for a call of so many (batch entry, key/value head)s.
+
+    About ``live`` where that leaves enough tiles of keys to fill a device, otherwise half of it: longer runs gather
+    less. None where gathering would not save at least two thirds of the work.
+    """
     if live is None or min(query_length, key_length, live) < 1:
         return None
-    R = 1 << max(live // 2, KEY_TILE // 2).bit_length() - 1
-    R = min(R, _LONGEST_RUN, query_length)
-    return R if 3 * list_length(key_length, live, R) <= key_length else None
+    half = 1 << max(live // 2, KEY_TILE // 2).bit_length() - 1
+    for R in (2 * half, half):
+        R = min(R, _LONGEST_RUN, query_length)
+        tiles = heads * -(-query_length // R) * -(-live // KEY_TILE)
+        if (R <= half or tiles >= _ENOUGH_TILES) and 3 * list_length(key_length, live, R) <= key_length:
+            return R
+    return None
 
 
 def list_length(key_length, live, R):
@@ -47,7 +58,7 @@ def serves(mask, q, k, bias):
         return None
     if any(jax.typeof(x).sharding.mesh.explicit_axes for x in (q, k, mask.start)):
         return None
-    return run_length(T, S, mask.live)
+    return run_length(T, S, mask.live, math.prod(jnp.broadcast_shapes(q.shape[:-3], k.shape[:-3])) * K)
 
 
 def attention(attend, q, k, v, start, end, bias, *, R, live, causal, differentiable_in_every_mode):
@@ -103,7 +114,7 @@ def _runs_of_bias(gather, listed, bias):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["keys", "first", "last", "counts", "start", "end"],
+    data_fields=["keys", "first", "last", "counts", "offsets", "places", "start", "end"],
     meta_fields=["T", "R"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +126,8 @@ class Lists:
         in order, then S. The first is -1 in a run that sees more than ``length``.
       first, last: int32, the same shape, the intervals of these keys, counted from the run's first query.
       counts: int32 ``[*batch, runs, heads, 2]``: how many keys the whole run sees, and how many there are in all.
+      offsets, places: for the kernel that sums, where each key is listed (xla_ffi/cuda/kept_keys/kept_keys.h); int32
+        ``[*batch, heads, S]`` and ``[*batch, heads, runs * length]``. 0 where that kernel is not used.
       start, end: int32 ``[*batch, heads, S]``, what the lists were made of.
       T, R: queries, and queries of a run.
     """
@@ -123,6 +136,8 @@ class Lists:
     first: jax.Array
     last: jax.Array
     counts: jax.Array
+    offsets: jax.Array
+    places: jax.Array
     start: jax.Array
     end: jax.Array
     T: int
@@ -156,7 +171,8 @@ def _list_keys_plain(start, end, *, T, R, length):
 
     of_row = lambda start, end: jax.lax.map(functools.partial(of_run, start, end), jnp.arange(runs, dtype=jnp.int32))
     results = jax.vmap(of_row)(start.reshape(-1, S), end.reshape(-1, S))
-    return tuple(jnp.moveaxis(x.reshape((*batch, runs, x.shape[-1])), -2, -3) for x in results)
+    lists = (jnp.moveaxis(x.reshape((*batch, runs, x.shape[-1])), -2, -3) for x in results)
+    return *lists, jnp.zeros_like(start), jnp.zeros_like(start, shape=(*batch, runs * length))
 
 
 def _list_keys_kernel(start, end, *, T, R, length):
@@ -164,15 +180,16 @@ def _list_keys_kernel(start, end, *, T, R, length):
     *batch, S = start.shape
     listed = (*batch[:-1], -(-T // R), batch[-1])
     groups, chunks = -(-S // 128), -(-S // 4096)  # xla_ffi/cuda/kept_keys/kept_keys.h
-    shapes = [(*listed, length)] * 3 + [(*listed, 2), (*batch, S), (*batch, groups, 2), (*batch, chunks + 1)]
+    shapes = [(*listed, length)] * 3 + [(*listed, 2), (*batch, S), (*batch, listed[-2] * length)]
+    shapes += [(*batch, 4, S), (*batch, groups, 2), (*batch, chunks + 1, 2)]  # scratch
     results = ffi.custom_call(
         "list_keys", [(shape, jnp.int32) for shape in shapes], start, end, query_length=T, run_length=R
     )
-    return results[:4]
+    return results[:6]
 
 
 _list_keys = with_cuda_kernel(
-    "list_keys", _list_keys_plain, _list_keys_kernel, (("n.", "n."), (".n.", ".n.", ".n.", ".n."))
+    "list_keys", _list_keys_plain, _list_keys_kernel, (("n.", "n."), (*[".n."] * 4, "n.", "n."))
 )
 
 
@@ -212,7 +229,7 @@ def _take_kernel(keys, x):
 _take = with_cuda_kernel("take_keys", _take_plain, _take_kernel, (("rn.", ".n."), ("r.n.",)))
 
 
-def _sum_plain(keys, counts, start, end, rows, *, T, R, dtype):
+def _sum_plain(keys, offsets, places, start, end, rows, *, T, R, dtype):
     """The sum over all places where a key is listed: [*batch, S, heads, channels]; computed in float32 or wider."""
     S = start.shape[-1]
     batch = jnp.broadcast_shapes(keys.shape[:-3], rows.shape[:-4])
@@ -223,19 +240,21 @@ def _sum_plain(keys, counts, start, end, rows, *, T, R, dtype):
     return (sums.astype(dtype),)
 
 
-def _sum_kernel(keys, counts, start, end, rows, *, T, R, dtype):
+def _sum_kernel(keys, offsets, places, start, end, rows, *, T, R, dtype):
     if rows.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return None
     batch = jnp.broadcast_shapes(keys.shape[:-3], rows.shape[:-4])
     rows = jnp.broadcast_to(rows, (*batch, *rows.shape[-4:]))
     start, end = jnp.broadcast_arrays(start, end)
     shape = (*batch, start.shape[-1], *rows.shape[-2:])
+    if math.prod(shape[:-1]) >= 2**31:
+        return None
     return ffi.custom_call(
-        "sum_keys", [(shape, dtype)], keys, counts, start, end, rows, query_length=T, run_length=R
+        "sum_keys", [(shape, dtype)], offsets, places, start, end, rows, query_length=T, run_length=R
     )
 
 
-_sum = with_cuda_kernel("sum_keys", _sum_plain, _sum_kernel, ((".n.", ".n.", "n.", "n.", "..n."), (".n.",)))
+_sum = with_cuda_kernel("sum_keys", _sum_plain, _sum_kernel, ((".n.", *["n."] * 4, "..n."), (".n.",)))
 
 
 @jax.custom_vjp
@@ -258,7 +277,7 @@ def _sum_by_kernel(listed, x, rows):
     batch = jnp.broadcast_shapes(listed.keys.shape[:-3], rows.shape[:-4])
     full = (*batch, x.shape[-3], *rows.shape[-2:])
     dtype = x.dtype if x.shape == full else jnp.promote_types(x.dtype, jnp.float32)
-    lists = listed.keys, listed.counts, listed.start, listed.end
+    lists = listed.keys, listed.offsets, listed.places, listed.start, listed.end
     sums = _sum(*lists, rows, T=listed.T, R=listed.R, dtype=dtype)[0]
     broadcast = [axis for axis, size in enumerate(x.shape) if size == 1 and full[axis] > 1]
     return jnp.sum(sums, axis=broadcast, keepdims=True).astype(x.dtype) if broadcast else sums

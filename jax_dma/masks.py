@@ -384,7 +384,8 @@ def _kth_smallest_row(values, low, high, k):
     """The k-th smallest (from 0) of ``values[low[i]:high[i]]`` for every i; values are a permutation of 0..S-1.
 
     A wavelet matrix walked while it is built: one stable partition of the values by each bit, most significant first.
-    The result is unspecified where the range holds fewer than k + 1 values.
+    A result that is not above its own index i, or where the range holds fewer than k + 1 values, is unspecified: the
+    kernel leaves such a search early, with something up to i.
     """
     S = values.shape[0]
     position = jnp.arange(S, dtype=jnp.int32)
@@ -424,8 +425,8 @@ def _kth_smallest_plain(values, low, high, *, k):
 def _kth_smallest_kernel(values, low, high, *, k):
     shape, rows = _rows(values, low, high)
     count, S = rows[0].shape
-    chunks = -(-S // 2048)  # xla_ffi/cuda/order_statistic/order_statistic.h
-    scratch = [(count, S)] * 5 + [(count, S + 1), (count, chunks)]
+    chunks = -(-S // 1024)  # xla_ffi/cuda/order_statistic/order_statistic.h
+    scratch = [(count, S)] * 5 + [(count, S + 1, 4), (count, chunks, 4)]
     results = [(size, jnp.int32) for size in [(count, S), *scratch]]
     return (ffi.custom_call("kth_smallest", results, *rows, k=k)[0].reshape(shape),)
 

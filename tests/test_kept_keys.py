@@ -73,6 +73,18 @@ def test_score_patterns(linear, pattern):
     check(mask, q, k, v, bias, linear)
 
 
+@pytest.mark.parametrize("pattern", ["random", "sawtooth"])
+def test_longer_runs(linear, pattern, monkeypatch):
+    """As where there are many keys, heads or batch entries."""
+    T = S = 801
+    q, k, v, bias = operands(1, (2,), T, S, 4, 2, 24, 2, dtype_of(linear))
+    mask = masks.top_k(jnp.asarray(scores(pattern, np.random.default_rng(2), (2, 2, S)), jnp.float32), 100)
+    assert kept_keys.serves(mask, q, k, bias) == 64
+    monkeypatch.setattr(kept_keys, "_ENOUGH_TILES", 0)
+    assert kept_keys.serves(mask, q, k, bias) == 128
+    check(mask, q, k, v, bias, linear)
+
+
 CASES = {
     "one mask for all heads and entries": dict(mask_shape=(1, 1), bias_heads=1, bias_batch=(1,)),
     "one mask, a bias for each query head": dict(mask_shape=(1, 1), bias_heads=4),
@@ -203,6 +215,22 @@ def test_when_it_gathers():
     assert not serves(masks.top_k(drawn, 2048))
     assert not serves(masks.sliding_window(4096, 4096, 100))
     assert not serves(masks.top_k(drawn, 512), jnp.zeros((1, 1, 4096, 4096)))
+
+
+def test_run_length():
+    """About `live`, or half of it where that would leave few tiles, or where a list would be too long."""
+    for (T, live, heads), want in {
+        (131_072, 2048, 8): 2048,
+        (131_072, 4096, 8): 4096,
+        (131_072, 9000, 8): 4096,
+        (131_072, 2048, 1): 1024,
+        (12_000, 2048, 64): 1024,
+        (8192, 512, 8): 256,
+        (8192, 512, 64): 512,
+        (8192, 4096, 64): None,
+    }.items():
+        assert kept_keys.run_length(T, T, live, heads) == want, (T, live, heads)
+    assert kept_keys.run_length(1, 131_072, 2048, 8) == 1
 
 
 def test_no_array_is_larger_than_the_lists(linear):

@@ -38,9 +38,10 @@ bool batch_offset(Dims dims, size_t rest, Dims full, size_t full_rest, int64_t u
 }
 
 // start, end [*batch, heads, S] -> keys, first, last [*batch, runs, heads, length], counts [*batch, runs, heads, 2],
-// and scratch.
+// offsets [*batch, heads, S], places [*batch, heads, runs * length], and scratch.
 ffi::Error list_keys(cudaStream_t stream, int64_t T, int64_t R, Ints start, Ints end, IntsOut keys, IntsOut first,
-                     IntsOut last, IntsOut counts, IntsOut entries, IntsOut bounds, IntsOut chunk_counts) {
+                     IntsOut last, IntsOut counts, IntsOut offsets, IntsOut places, IntsOut entries, IntsOut bounds,
+                     IntsOut chunk_counts) {
   const Dims dims = start.dimensions(), list = keys->dimensions();
   if (dims.size() < 2 || list.size() != dims.size() + 1 || T < 1 || R < 1)
     return invalid("malformed list of kept keys");
@@ -51,15 +52,17 @@ ffi::Error list_keys(cudaStream_t stream, int64_t T, int64_t R, Ints start, Ints
   p.T = T, p.R = static_cast<int>(R), p.runs = static_cast<int>(ceil_div(T, R)),
   p.length = static_cast<int>(list[rank + 2]);
   p.keys = keys->typed_data(), p.first = first->typed_data(), p.last = last->typed_data();
-  p.counts = counts->typed_data(), p.entries = entries->typed_data();
-  p.bounds = reinterpret_cast<int2*>(bounds->typed_data()), p.chunk_counts = chunk_counts->typed_data();
+  p.counts = counts->typed_data(), p.offsets = offsets->typed_data(), p.places = places->typed_data();
+  p.entries = entries->typed_data(), p.bounds = reinterpret_cast<int2*>(bounds->typed_data());
+  p.chunk_counts = reinterpret_cast<int2*>(chunk_counts->typed_data());
   const int64_t rows = p.outer * p.heads;
   const auto has = [](IntsOut& x, int64_t count) { return static_cast<int64_t>(x->element_count()) == count; };
   const int64_t listed = rows * p.runs * p.length;
   if (static_cast<int64_t>(end.element_count()) != rows * p.S || !has(keys, listed) || !has(first, listed) ||
-      !has(last, listed) || !has(counts, 2 * rows * p.runs) || !has(entries, rows * p.S) ||
+      !has(last, listed) || !has(counts, 2 * rows * p.runs) || !has(entries, 4 * rows * p.S) ||
+      !has(offsets, rows * p.S) || !has(places, listed) || int64_t{p.runs} * p.length > INT32_MAX / 16 ||
       !has(bounds, 2 * rows * ceil_div(p.S, kept_keys::kGroup)) ||
-      !has(chunk_counts, rows * (ceil_div(p.S, kept_keys::kChunk) + 1)))
+      !has(chunk_counts, 2 * rows * (ceil_div(p.S, kept_keys::kChunk) + 1)))
     return invalid("a list of kept keys has the wrong size");
   return check_launch(kept_keys::launch_lists(p, stream), "kept keys' listing");
 }
@@ -91,27 +94,31 @@ bool read_type(ffi::DataType type, DType* result) {
   return true;
 }
 
-// keys, counts [*batch, runs, key heads, length|2], start, end [*batch, key heads, S],
+// offsets [*batch, key heads, S], places [*batch, key heads, runs * length], start, end [*batch, key heads, S],
 // rows [*batch, runs, length, heads, channels] -> [*batch, S, heads, channels]
-ffi::Error sum_keys(cudaStream_t stream, int64_t T, int64_t R, Ints keys, Ints counts, Ints start, Ints end,
+ffi::Error sum_keys(cudaStream_t stream, int64_t T, int64_t R, Ints offsets, Ints places, Ints start, Ints end,
                     ffi::AnyBuffer rows, ffi::Result<ffi::AnyBuffer> sums) {
-  const Dims dims = rows.dimensions(), key_dims = keys.dimensions(), sum_dims = sums->dimensions();
+  const Dims dims = rows.dimensions(), start_dims = start.dimensions(), sum_dims = sums->dimensions();
   kept_keys::SumProblem p{};
-  if (dims.size() < 4 || T < 1 || R < 1 || !batch_offset(key_dims, 3, dims, 4, 1, &p.keys_at) ||
-      !batch_offset(counts.dimensions(), 3, dims, 4, 1, &p.counts_at) ||
-      !batch_offset(start.dimensions(), 2, dims, 4, 1, &p.start_at) || sum_dims.size() != dims.size() - 1)
+  if (dims.size() < 4 || T < 1 || R < 1 || !batch_offset(offsets.dimensions(), 2, dims, 4, 1, &p.offsets_at) ||
+      !batch_offset(places.dimensions(), 2, dims, 4, 1, &p.places_at) ||
+      !batch_offset(start_dims, 2, dims, 4, 1, &p.start_at) || sum_dims.size() != dims.size() - 1)
     return invalid("malformed sum over kept keys");
   const size_t rank = dims.size() - 4;
-  p.keys = keys.typed_data(), p.counts = counts.typed_data(), p.start = start.typed_data(), p.end = end.typed_data();
+  p.offsets = offsets.typed_data(), p.places = places.typed_data();
+  p.start = start.typed_data(), p.end = end.typed_data();
   p.rows = rows.untyped_data(), p.sums = sums->untyped_data();
   p.outer = product(dims, 0, rank), p.T = T, p.S = sum_dims[rank], p.R = static_cast<int>(R);
   p.runs = static_cast<int>(dims[rank]), p.length = static_cast<int>(dims[rank + 1]);
-  p.key_heads = static_cast<int>(key_dims[rank + 1]), p.heads = static_cast<int>(dims[rank + 2]);
+  p.key_heads = static_cast<int>(start_dims[rank]), p.heads = static_cast<int>(dims[rank + 2]);
   p.channels = static_cast<int>(dims[rank + 3]);
+  const auto is = [&](Ints& x, int64_t size) {
+    return x.dimensions()[rank] == p.key_heads && x.dimensions()[rank + 1] == size;
+  };
   const bool right = read_type(rows.element_type(), &p.rows_type) && read_type(sums->element_type(), &p.sums_type) &&
                      p.channels <= 256 && p.key_heads > 0 && p.heads % p.key_heads == 0 && p.runs == ceil_div(T, R) &&
-                     key_dims[rank] == p.runs && key_dims[rank + 2] == p.length &&
-                     end.element_count() == start.element_count() &&
+                     p.outer * p.S * p.heads <= INT32_MAX && is(offsets, p.S) && is(start, p.S) &&
+                     is(places, int64_t{p.runs} * p.length) && end.element_count() == start.element_count() &&
                      static_cast<int64_t>(sums->element_count()) == p.outer * p.S * p.heads * p.channels &&
                      (p.sums_type == DType::kF32 || p.sums_type == p.rows_type);
   return right ? check_launch(kept_keys::launch_sum(p, stream), "kept keys' summing")
@@ -127,6 +134,8 @@ XLA_FFI_DEFINE_HANDLER(kListKeys, list_keys,
                            .Attr<int64_t>("run_length")
                            .Arg<Ints>()
                            .Arg<Ints>()
+                           .Ret<Ints>()
+                           .Ret<Ints>()
                            .Ret<Ints>()
                            .Ret<Ints>()
                            .Ret<Ints>()

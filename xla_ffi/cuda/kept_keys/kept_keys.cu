@@ -31,44 +31,78 @@ __device__ __forceinline__ int prefix_over_warps(int value, int* shared, int* to
   return before;
 }
 
-__device__ __forceinline__ bool ever_seen(const ListsProblem& p, const int32_t* start, const int32_t* end, int64_t s) {
-  return s < p.S && max(start[s], 0) < min(end[s], static_cast<int>(p.T));
+// Inclusive prefix sum over the lanes of a warp.
+__device__ __forceinline__ int sum_up_to_lane(int value) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int before = __shfl_up_sync(~0u, value, distance);
+    if (lane() >= distance) value += before;
+  }
+  return value;
+}
+
+// The runs whose queries see a key: `count` from `first` on.
+struct Runs {
+  int first, count;
+
+  __device__ Runs(int start, int end, int T, int R) {
+    start = max(start, 0), end = min(end, T);
+    first = start / R, count = start < end ? (end - 1) / R - first + 1 : 0;
+  }
+};
+__device__ __forceinline__ Runs runs_of(const ListsProblem& p, const int32_t* start, const int32_t* end, int64_t s) {
+  return s < p.S ? Runs(start[s], end[s], static_cast<int>(p.T), p.R) : Runs(0, 0, 0, 1);
 }
 
 __global__ void __launch_bounds__(kThreads) jax_dma_count_kept_keys(const ListsProblem p, int chunks) {
-  __shared__ int shared[kWarps];
+  __shared__ int shared[2][kWarps];
   const int64_t row = blockIdx.x / chunks;
   const int chunk = static_cast<int>(blockIdx.x % chunks);
   const int32_t *start = p.start + row * p.S, *end = p.end + row * p.S;
-  int count = 0;
-  for (int i = threadIdx.x; i < kChunk; i += kThreads) count += ever_seen(p, start, end, int64_t{chunk} * kChunk + i);
-  for (int mask = 16; mask > 0; mask >>= 1) count += __shfl_xor_sync(~0u, count, mask);
-  int total;
-  prefix_over_warps(count, shared, &total);
+  int count = 0, runs = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kChunk; i += kThreads) {
+    const Runs of_key = runs_of(p, start, end, int64_t{chunk} * kChunk + i);
+    count += of_key.count > 0, runs += of_key.count;
+  }
+  count = __reduce_add_sync(~0u, count), runs = __reduce_add_sync(~0u, runs);
+  int2 total;
+  prefix_over_warps(count, shared[0], &total.x), prefix_over_warps(runs, shared[1], &total.y);
   if (threadIdx.x == 0) p.chunk_counts[row * (chunks + 1) + chunk] = total;
 }
 
 __global__ void __launch_bounds__(kThreads) jax_dma_compact_kept_keys(const ListsProblem p, int chunks) {
-  __shared__ int shared[kWarps];
+  __shared__ int shared[2][kWarps];
   const int64_t row = blockIdx.x / chunks;
-  const int chunk = static_cast<int>(blockIdx.x % chunks);
+  const int chunk = static_cast<int>(blockIdx.x % chunks), room = p.runs * p.length;
   const int32_t *start = p.start + row * p.S, *end = p.end + row * p.S;
-  const int32_t* const counts = p.chunk_counts + row * (chunks + 1);
+  const int2* const counts = p.chunk_counts + row * (chunks + 1);
   int before = 0;
-  for (int i = threadIdx.x; i < chunk; i += kThreads) before += counts[i];
-  for (int mask = 16; mask > 0; mask >>= 1) before += __shfl_xor_sync(~0u, before, mask);
-  int base;
-  prefix_over_warps(before, shared, &base);
+  int64_t runs_before = 0;
+  for (int i = threadIdx.x; i < chunk; i += kThreads) before += counts[i].x, runs_before += counts[i].y;
+  before = __reduce_add_sync(~0u, before);
+  for (int mask = 16; mask > 0; mask >>= 1) runs_before += __shfl_xor_sync(~0u, runs_before, mask);
+  int base, runs_base;
+  prefix_over_warps(before, shared[0], &base);
+  prefix_over_warps(static_cast<int>(min(runs_before, int64_t{room})), shared[1], &runs_base);
   for (int i = threadIdx.x; i < kChunk; i += kThreads) {
     const int64_t s = int64_t{chunk} * kChunk + i;
-    const bool seen = ever_seen(p, start, end, s);
-    const uint32_t votes = __ballot_sync(~0u, seen);
-    int total;
-    const int place = base + prefix_over_warps(__popc(votes), shared, &total) + __popc(votes & lanes_below());
-    if (seen) p.entries[row * p.S + place] = static_cast<int32_t>(s);
-    base += total;
+    const Runs runs = runs_of(p, start, end, s);
+    const uint32_t votes = __ballot_sync(~0u, runs.count > 0);
+    const int up_to = sum_up_to_lane(runs.count);
+    int total, runs_total;
+    const int place = base + prefix_over_warps(__popc(votes), shared[0], &total) + __popc(votes & lanes_below());
+    const int runs_of_warps = prefix_over_warps(__shfl_sync(~0u, up_to, 31), shared[1], &runs_total);
+    const int offset = min(runs_base + runs_of_warps + up_to - runs.count, room);
+    if (s < p.S) p.offsets[row * p.S + s] = offset;
+    if (runs.count > 0) {
+      int32_t* const entry = p.entries + row * 4 * p.S + place;
+      entry[0] = static_cast<int32_t>(s), entry[p.S] = start[s], entry[2 * p.S] = end[s];
+      entry[3 * p.S] = offset - runs.first;
+    }
+    base += total, runs_base = min(runs_base + runs_total, room);
   }
-  if (chunk == chunks - 1 && threadIdx.x == 0) p.chunk_counts[row * (chunks + 1) + chunks] = base;
+  if (chunk == chunks - 1 && threadIdx.x == 0) p.chunk_counts[row * (chunks + 1) + chunks].x = base;
 }
 
 // One warp a group.
@@ -76,12 +110,11 @@ __global__ void __launch_bounds__(kThreads) jax_dma_bound_kept_keys(const ListsP
   const int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
   if (index >= p.outer * p.heads * groups) return;
   const int64_t row = index / groups;
-  const int first = static_cast<int>(index % groups) * kGroup, count = p.chunk_counts[row * (chunks + 1) + chunks];
+  const int first = static_cast<int>(index % groups) * kGroup, count = p.chunk_counts[row * (chunks + 1) + chunks].x;
   int smallest = INT32_MAX, largest = INT32_MIN;
-  for (int i = first + lane(); i < min(first + kGroup, count); i += 32) {
-    const int64_t s = row * p.S + p.entries[row * p.S + i];
-    smallest = min(smallest, p.start[s]), largest = max(largest, p.end[s]);
-  }
+  const int32_t *const start = p.entries + (row * 4 + 1) * p.S, *const end = start + p.S;
+  for (int i = first + lane(); i < min(first + kGroup, count); i += 32)
+    smallest = min(smallest, start[i]), largest = max(largest, end[i]);
   smallest = __reduce_min_sync(~0u, smallest), largest = __reduce_max_sync(~0u, largest);
   if (lane() == 0) p.bounds[index] = make_int2(smallest, largest);
 }
@@ -91,8 +124,9 @@ __global__ void __launch_bounds__(kThreads) jax_dma_list_kept_keys(const ListsPr
   const int run = blockIdx.x % p.runs;
   const int64_t row = blockIdx.x / p.runs, outer = row / p.heads, head = row % p.heads;
   const int t0 = run * p.R, t1 = min(t0 + p.R, static_cast<int>(p.T));
-  const int32_t *start = p.start + row * p.S, *end = p.end + row * p.S, *entries = p.entries + row * p.S;
-  const int count = p.chunk_counts[row * (chunks + 1) + chunks], used = (count + kGroup - 1) / kGroup;
+  const int32_t *const entries = p.entries + row * 4 * p.S, *const start = entries + p.S, *const end = start + p.S,
+                       *const offset = end + p.S;
+  const int count = p.chunk_counts[row * (chunks + 1) + chunks].x, used = (count + kGroup - 1) / kGroup;
   const int64_t list = (outer * p.runs + run) * p.heads + head;
   int32_t *const keys = p.keys + list * p.length, *const first = p.first + list * p.length,
                  *const last = p.last + list * p.length;
@@ -115,14 +149,14 @@ __global__ void __launch_bounds__(kThreads) jax_dma_list_kept_keys(const ListsPr
       __syncthreads();
       for (int i = 0; i < lives; i += kWarps) {  // a group a warp
         const int turn = i + static_cast<int>(threadIdx.x) / 32;
-        int key[kGroup / 32], from[kGroup / 32], to[kGroup / 32], found = 0;
+        int key[kGroup / 32], from[kGroup / 32], to[kGroup / 32], of_key[kGroup / 32], found = 0;
         uint32_t mine[kGroup / 32];
 #pragma unroll
         for (int j = 0; j < kGroup / 32; ++j) {
           const int at = turn < lives ? live[turn] * kGroup + 32 * j + lane() : count;
           bool take = false;
           if (at < count) {
-            key[j] = entries[at], from[j] = start[key[j]], to[j] = end[key[j]];
+            key[j] = entries[at], from[j] = start[at], to[j] = end[at], of_key[j] = offset[at] + run;
             const bool seen = from[j] < t1 && to[j] > t0, whole = from[j] <= t0 && to[j] >= t1;
             take = seen && whole == (pass == 0);
           }
@@ -135,9 +169,13 @@ __global__ void __launch_bounds__(kThreads) jax_dma_list_kept_keys(const ListsPr
 #pragma unroll
         for (int j = 0; j < kGroup / 32; ++j) {
           const int at = base + __popc(mine[j] & lanes_below());
-          if ((mine[j] >> lane() & 1) != 0 && at < p.length) {
-            keys[at] = key[j];
-            first[at] = min(max(from[j] - t0, 0), p.R), last[at] = min(max(to[j] - t0, 0), p.R);
+          if ((mine[j] >> lane() & 1) != 0) {
+            const bool fits = at < p.length;
+            if (of_key[j] < p.runs * p.length) p.places[row * p.runs * p.length + of_key[j]] = fits ? at : -1;
+            if (fits) {
+              keys[at] = key[j];
+              first[at] = min(max(from[j] - t0, 0), p.R), last[at] = min(max(to[j] - t0, 0), p.R);
+            }
           }
           base += __popc(mine[j]);
         }
@@ -154,168 +192,180 @@ __global__ void __launch_bounds__(kThreads) jax_dma_list_kept_keys(const ListsPr
   }
 }
 
-// A block copies pieces of the rows of one list, kPieces a thread.
-constexpr int kPieces = 4;
+// How a block copies rows of a list. The heads of a slot lie side by side, `width` pieces in all: a thread has one of
+// the columns, and kSlots slots that are `together` apart.
+struct TakeBlocks {
+  int per_row, width, columns, together, of_columns, of_list;
+};
+constexpr int kSlots = 8;
+
 template <class Piece>
-__global__ void __launch_bounds__(kThreads) jax_dma_take_kept_keys(const TakeProblem p, int blocks_per_list) {
-  const int per_row = p.row_bytes / static_cast<int>(sizeof(Piece)), pieces = p.length * p.heads * per_row;
-  const int64_t list = blockIdx.x / blocks_per_list, batch = list / p.runs;  // list: batch * runs + run
-  const int first =
-      static_cast<int>(blockIdx.x % blocks_per_list) * (kThreads * kPieces) + static_cast<int>(threadIdx.x);
-  const int32_t* const keys = p.keys + p.keys_at(batch) + list % p.runs * p.key_heads * p.length;
-  const Piece* const x = static_cast<const Piece*>(p.x) + p.x_at(batch) * per_row;
-  Piece* const rows = static_cast<Piece*>(p.rows) + list * pieces;
-  const int heads_per_list = p.heads / p.key_heads;
-  Piece value[kPieces];
+__global__ void __launch_bounds__(kThreads) jax_dma_take_kept_keys(const TakeProblem p, const TakeBlocks blocks) {
+  const int list = blockIdx.x / static_cast<unsigned>(blocks.of_list), rest = blockIdx.x - list * blocks.of_list;
+  const int batch = list / p.runs, run = list - batch * p.runs;
+  const int above = static_cast<int>(threadIdx.x) / blocks.columns, part = rest / blocks.of_columns;
+  const int column =
+      (rest - part * blocks.of_columns) * blocks.columns + static_cast<int>(threadIdx.x) - above * blocks.columns;
+  if (above >= blocks.together || column >= blocks.width) return;
+  const int first = part * (kSlots * blocks.together) + above, head = column / blocks.per_row;
+  const int32_t* const keys =
+      p.keys + p.keys_at(batch) + (int64_t{run} * p.key_heads + head / (p.heads / p.key_heads)) * p.length;
+  const int stride = p.x_heads * blocks.per_row, from = p.x_heads == 1 ? column - head * blocks.per_row : column;
+  const Piece* const x = static_cast<const Piece*>(p.x) + p.x_at(batch) * blocks.per_row + from;
+  Piece* const rows = static_cast<Piece*>(p.rows) + (int64_t{list} * p.length + first) * blocks.width + column;
+  int32_t key[kSlots];
+  Piece value[kSlots];
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int at = first + i * kThreads;
-    if (at >= pieces) break;
-    const int row = at / per_row, piece = at - row * per_row, slot = row / p.heads, head = row - slot * p.heads;
-    const int32_t key = keys[head / heads_per_list * p.length + slot];
-    if (key < 0) {
-      memset(&value[i], 0xff, sizeof(Piece));  // NaN in every type
-    } else if (key >= p.S) {
-      memset(&value[i], 0, sizeof(Piece));
-    } else {
-      value[i] = x[(int64_t{key} * p.x_heads + (p.x_heads == 1 ? 0 : head)) * per_row + piece];
-    }
+  for (int i = 0; i < kSlots; ++i)
+    key[i] = first + i * blocks.together < p.length ? keys[first + i * blocks.together] : static_cast<int32_t>(p.S);
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i) {
+    if (key[i] >= 0 && key[i] < p.S) value[i] = x[int64_t{key[i]} * stride];
+    else memset(&value[i], key[i] < 0 ? 0xff : 0, sizeof(Piece));  // all ones are NaN in every type
   }
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i)
-    if (first + i * kThreads < pieces) rows[first + i * kThreads] = value[i];
+  for (int i = 0; i < kSlots; ++i)
+    if (first + i * blocks.together < p.length) rows[int64_t{i} * blocks.together * blocks.width] = value[i];
 }
 
-// One or two neighbouring elements, as floats.
-template <class T>
-__device__ __forceinline__ float2 read(const T* at, std::integral_constant<int, 1>) {
-  return {static_cast<float>(*at), 0.0f};
-}
-__device__ __forceinline__ float2 read(const float* at, std::integral_constant<int, 2>) {
-  return *reinterpret_cast<const float2*>(at);
-}
-__device__ __forceinline__ float2 read(const __nv_bfloat16* at, std::integral_constant<int, 2>) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(at));
-}
-__device__ __forceinline__ float2 read(const __half* at, std::integral_constant<int, 2>) {
-  return __half22float2(*reinterpret_cast<const __half2*>(at));
-}
-
-// The place of `key` in the ascending list, or -1.
-__device__ __forceinline__ int find(const int32_t* list, int count, int key) {
-  int first = 0;  // if it is there, it is in [first, first + count)
-  while (count > 1) {
-    const int half = count / 2;
-    if (list[first + half] <= key) first += half;
-    count -= half;
-  }
-  return count == 1 && list[first] == key ? first : -1;
-}
-
-// Neighbouring elements that are written together.
+// Neighbouring elements that are read or written together.
 template <class T, int kCount>
 struct alignas(kCount * sizeof(T)) Neighbours {
   T element[kCount];
 };
 
-// What lists say of a key.
-struct Listed {
-  const int32_t *keys, *counts;  // of the batch entry and the head
-  int start, end, key;
+// What is summed for a (batch entry, key, head): rows of `runs` runs. Where they lie in the lists of these runs is said
+// from places[at] on.
+struct Summed {
+  int first_list = 0, runs = 0, head = 0;
+  int64_t at = 0;
+  float without = 0.0f;  // the sum if there are no runs
 
-  // The key's place in the run's list, or -1.
-  __device__ int place(const SumProblem& p, int run) const {
-    const int t0 = run * p.R, t1 = min(t0 + p.R, static_cast<int>(p.T));
-    const int64_t at = int64_t{run} * p.key_heads;
-    const int whole = min(counts[2 * at], p.length), all = min(counts[2 * at + 1], p.length);
-    const bool among_whole = start <= t0 && end >= t1;
-    const int skipped = among_whole ? 0 : whole;
-    const int found = find(keys + at * p.length + skipped, among_whole ? whole : all - whole, key);
-    return found < 0 ? -1 : found + skipped;
+  __device__ Summed(const SumProblem& p, unsigned index, unsigned count) {
+    if (index >= count) return;
+    const unsigned row = index / static_cast<unsigned>(p.heads), batch = row / static_cast<unsigned>(p.S);
+    const int64_t key = row - batch * static_cast<unsigned>(p.S);
+    head = static_cast<int>(index - row * p.heads);
+    const int64_t key_head = p.key_heads == 1 ? 0 : head / (p.heads / p.key_heads);
+    const int64_t interval = p.start_at(batch) + key_head * p.S + key;
+    const int offset = p.offsets[p.offsets_at(batch) + key_head * p.S + key], room = p.runs * p.length;
+    const Runs of_key(p.start[interval], p.end[interval], static_cast<int>(p.T), p.R);
+    first_list = static_cast<int>(batch) * p.runs + of_key.first, runs = of_key.count;
+    at = p.places_at(batch) + key_head * room + offset;
+    if (offset + runs > room) runs = 0, without = NAN;  // some of the places are not known
+  }
+  // The row of a pair, which belongs to the key of lane `owner`; -1 if it is not listed. `past`: the pairs of this
+  // lane's key and those before it.
+  __device__ int64_t row(const SumProblem& p, int pair, int pairs, int past, int owner) const {
+    const auto of_owner = [&](auto x) { return __shfl_sync(~0u, x, owner); };
+    const int of_key = pair + of_owner(runs - past), list = of_owner(first_list) + of_key, of_head = of_owner(head);
+    const int64_t from = of_owner(at) + of_key;
+    const int place = pair < pairs ? p.places[from] : -1;
+    return place < 0 ? -1 : (int64_t{list} * p.length + place) * p.heads + of_head;
   }
 };
 
-// A block has 256 (batch entry, key, head)s. Of most keys there is nothing to sum. A warp sums the rows of one of the
-// others: each lane looks for it in the list of another run, and then its rows are added run by run, so that the order
-// is fixed. A lane has up to kMost pieces of a row, of kWidth neighbouring channels.
-template <class Row, class Sum, int kWidth, int kMost>
-__global__ void __launch_bounds__(kThreads) jax_dma_sum_kept_keys(const SumProblem p) {
-  constexpr int kAhead = 4;  // rows that are read together
-  const auto channel = [](int i) { return (32 * i + lane()) * kWidth; };
-  __shared__ int shared[kWarps], seen[kThreads];
-  Sum* const sums = static_cast<Sum*>(p.sums);
-  const int64_t count = p.outer * p.S * p.heads, block = blockIdx.x * int64_t{kThreads};
-  const auto locate = [&](int64_t index, int* head, int* key_head, int* key) {
-    *head = static_cast<int>(index % p.heads), *key = static_cast<int>(index / p.heads % p.S);
-    *key_head = p.key_heads == 1 ? 0 : *head / (p.heads / p.key_heads);
-    return index / p.heads / p.S;  // the batch entry
-  };
+// Sums of single values. A lane has a key; the (key, run) pairs of all 32 are taken 32 at a time, a lane each.
+template <class Row, class Sum>
+__global__ void __launch_bounds__(kThreads) jax_dma_sum_kept_values(const SumProblem p, unsigned count) {
+  const unsigned index = blockIdx.x * kThreads + threadIdx.x;
+  const Summed mine(p, index, count);
+  const int past = sum_up_to_lane(mine.runs), pairs = __shfl_sync(~0u, past, 31);
+  float sum = mine.without;
+#pragma unroll 1
+  for (int pair0 = 0; pair0 < pairs; pair0 += 32) {
+    int owner = 0;  // the first key whose pairs end after this one
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+      if (__shfl_sync(~0u, past, owner + step - 1) <= pair0 + lane()) owner += step;
+    const int64_t row = mine.row(p, pair0 + lane(), pairs, past, owner);
+    float value = row < 0 ? 0.0f : static_cast<float>(static_cast<const Row*>(p.rows)[row]);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const float before = __shfl_up_sync(~0u, value, distance);
+      const int of = __shfl_up_sync(~0u, owner, distance);
+      if (lane() >= distance && of == owner) value += before;
+    }
+    const int end = min(past - pair0, 32);  // of this lane's key
+    value = __shfl_sync(~0u, value, max(end - 1, 0));
+    if (end > 0 && past - mine.runs - pair0 < 32 && mine.runs > 0) sum += value;
+  }
+  if (index < count) static_cast<Sum*>(p.sums)[index] = static_cast<Sum>(sum);
+}
 
-  const auto write = [&](int64_t index, const float2(&sum)[kMost]) {
+// Sums of rows. A warp has kMine keys. Their (key, run) pairs are taken 32 at a time: each lane looks one up, and then
+// their rows are read, kAhead together, and added one after another. A lane has up to kMost pieces of a row, of kWidth
+// neighbouring channels.
+constexpr int kMine = 8;
+template <class Row, class Sum, int kWidth, int kMost>
+__global__ void __launch_bounds__(kThreads) jax_dma_sum_kept_rows(const SumProblem p, unsigned count) {
+  constexpr int kAhead = 32 / (kWidth * kMost);
+  const auto channel = [](int i) { return (32 * i + lane()) * kWidth; };
+  const unsigned first = (blockIdx.x * kWarps + threadIdx.x / 32) * kMine;
+  float sum[kMost][kWidth];
+  const auto fill = [&](float value) {
+#pragma unroll
+    for (int i = 0; i < kMost; ++i)
+#pragma unroll
+      for (int c = 0; c < kWidth; ++c) sum[i][c] = value;
+  };
+  const auto write = [&](int which) {
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
       Neighbours<Sum, kWidth> value;
-      value.element[0] = static_cast<Sum>(sum[i].x);
-      if constexpr (kWidth == 2) value.element[1] = static_cast<Sum>(sum[i].y);
-      if (channel(i) < p.channels)
-        *reinterpret_cast<Neighbours<Sum, kWidth>*>(sums + index * p.channels + channel(i)) = value;
+#pragma unroll
+      for (int c = 0; c < kWidth; ++c) value.element[c] = static_cast<Sum>(sum[i][c]);
+      Sum* const at = static_cast<Sum*>(p.sums) + int64_t{first + which} * p.channels + channel(i);
+      if (channel(i) < p.channels) *reinterpret_cast<Neighbours<Sum, kWidth>*>(at) = value;
     }
   };
 
-  bool any = false;
-  if (block + threadIdx.x < count) {
-    int head, key_head, key;
-    const int64_t batch = locate(block + threadIdx.x, &head, &key_head, &key);
-    const int64_t interval = p.start_at(batch) + int64_t{key_head} * p.S + key;
-    any = max(p.start[interval], 0) < min(p.end[interval], static_cast<int>(p.T));
+  const Summed mine(p, lane() < kMine ? first + lane() : count, count);
+  const uint32_t any = __ballot_sync(~0u, mine.runs > 0);
+#pragma unroll 1
+  for (int i = 0; i < kMine; ++i) {
+    fill(__shfl_sync(~0u, mine.without, i));
+    if ((any >> i & 1) == 0 && first + i < count) write(i);
   }
-  const uint32_t votes = __ballot_sync(~0u, any);
-  const float2 nothing[kMost] = {};
-  int total;
-  const int before = prefix_over_warps(__popc(votes), shared, &total) + __popc(votes & lanes_below());
-  if (any) seen[before] = threadIdx.x;
-  for (int i = 0; i < 32; ++i) {
-    const int64_t index = block + (threadIdx.x & ~31u) + i;
-    if ((votes >> i & 1) != 0 || index >= count) continue;
-    write(index, nothing);
-  }
-  __syncthreads();
 
-  for (int turn = threadIdx.x / 32; turn < total; turn += kWarps) {
-    const int64_t index = block + seen[turn];
-    int head, key_head;
-    Listed listed;
-    const int64_t batch = locate(index, &head, &key_head, &listed.key);
-    const int64_t interval = p.start_at(batch) + int64_t{key_head} * p.S + listed.key;
-    listed.start = max(p.start[interval], 0), listed.end = min(p.end[interval], static_cast<int>(p.T));
-    listed.keys = p.keys + p.keys_at(batch) + int64_t{key_head} * p.length;
-    listed.counts = p.counts + p.counts_at(batch) + 2 * key_head;
-    const int last_run = (listed.end - 1) / p.R;
-    float2 sum[kMost] = {};
-    for (int run0 = listed.start / p.R; run0 <= last_run; run0 += 32) {
-      const int run = run0 + lane(), place = run <= last_run ? listed.place(p, run) : -1;
-      uint32_t rest = __ballot_sync(~0u, place >= 0);
-      while (rest != 0) {
-        float2 value[kAhead][kMost] = {};
+  const int past = sum_up_to_lane(mine.runs), pairs = __shfl_sync(~0u, past, 31);
+  int summed = -1;  // whose rows `sum` holds
+#pragma unroll 1
+  for (int pair0 = 0; pair0 < pairs; pair0 += 32) {
+    int owner = 0;
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          if (rest == 0) break;
-          const int from = __ffs(rest) - 1;
-          rest &= rest - 1;
-          const int64_t slot = (batch * p.runs + run0 + from) * p.length + __shfl_sync(~0u, place, from);
-          const Row* const row = static_cast<const Row*>(p.rows) + (slot * p.heads + head) * p.channels;
+    for (int i = 0; i < kMine - 1; ++i) owner += pair0 + lane() >= __shfl_sync(~0u, past, i);
+    const int64_t row = mine.row(p, pair0 + lane(), pairs, past, owner);
+#pragma unroll 1
+    for (int j0 = 0; j0 < min(32, pairs - pair0); j0 += kAhead) {
+      Neighbours<Row, kWidth> value[kAhead][kMost];
 #pragma unroll
-          for (int i = 0; i < kMost; ++i)
-            if (channel(i) < p.channels) value[j][i] = read(row + channel(i), std::integral_constant<int, kWidth>());
+      for (int j = 0; j < kAhead; ++j) {
+        const int64_t from = __shfl_sync(~0u, row, j0 + j);
+        const Row* const source = static_cast<const Row*>(p.rows) + from * p.channels;
+#pragma unroll
+        for (int i = 0; i < kMost; ++i) {
+          value[j][i] = {};
+          if (from >= 0 && channel(i) < p.channels)
+            value[j][i] = *reinterpret_cast<const Neighbours<Row, kWidth>*>(source + channel(i));
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int of = __shfl_sync(~0u, owner, j0 + j);
+        if (pair0 + j0 + j >= pairs) break;
+        if (of != summed) {
+          if (summed >= 0) write(summed);
+          summed = of, fill(0.0f);
         }
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j)
+        for (int i = 0; i < kMost; ++i)
 #pragma unroll
-          for (int i = 0; i < kMost; ++i) sum[i].x += value[j][i].x, sum[i].y += value[j][i].y;
+          for (int c = 0; c < kWidth; ++c) sum[i][c] += static_cast<float>(value[j][i].element[c]);
       }
     }
-    write(index, sum);
   }
+  if (summed >= 0) write(summed);
 }
 
 }  // namespace
@@ -332,14 +382,18 @@ cudaError_t launch_lists(const ListsProblem& p, cudaStream_t stream) {
 }
 
 cudaError_t launch_take(const TakeProblem& p, cudaStream_t stream) {
-  const int64_t lists = p.outer * p.runs, bytes = int64_t{p.length} * p.heads * p.row_bytes;  // of a list
-  if (lists * bytes == 0) return cudaSuccess;
+  const int64_t lists = p.outer * p.runs;
+  if (lists * p.length * p.heads * p.row_bytes == 0) return cudaSuccess;
   const auto aligned = [&](int n) {
     return p.row_bytes % n == 0 && (reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.rows)) % n == 0;
   };
   const auto launch = [&](auto piece) {
-    const int64_t blocks = ceil_div(bytes, kThreads * kPieces * sizeof(piece));
-    jax_dma_take_kept_keys<decltype(piece)><<<lists * blocks, kThreads, 0, stream>>>(p, static_cast<int>(blocks));
+    TakeBlocks blocks{};
+    blocks.per_row = p.row_bytes / static_cast<int>(sizeof(piece)), blocks.width = p.heads * blocks.per_row;
+    blocks.columns = std::min(blocks.width, kThreads), blocks.together = kThreads / blocks.columns;
+    blocks.of_columns = static_cast<int>(ceil_div(blocks.width, blocks.columns));
+    blocks.of_list = blocks.of_columns * static_cast<int>(ceil_div(p.length, kSlots * blocks.together));
+    jax_dma_take_kept_keys<decltype(piece)><<<lists * blocks.of_list, kThreads, 0, stream>>>(p, blocks);
     return cudaGetLastError();
   };
   return aligned(16) ? launch(uint4{}) : aligned(4) ? launch(uint32_t{}) : launch(uint16_t{});
@@ -351,10 +405,14 @@ cudaError_t launch_sum(const SumProblem& p, cudaStream_t stream) {
   const auto launch = [&](auto row, auto sum) {
     using Row = decltype(row);
     using Sum = decltype(sum);
-    const auto kernel = p.channels % 2 == 1    ? jax_dma_sum_kept_keys<Row, Sum, 1, 8>
-                        : p.channels <= 2 * 64 ? jax_dma_sum_kept_keys<Row, Sum, 2, 2>
-                                               : jax_dma_sum_kept_keys<Row, Sum, 2, 4>;
-    kernel<<<ceil_div(sums, kThreads), kThreads, 0, stream>>>(p);
+    const unsigned count = static_cast<unsigned>(sums);
+    const auto run = [&](auto kernel, int of_block) {
+      kernel<<<ceil_div(sums, of_block), kThreads, 0, stream>>>(p, count);
+    };
+    if (p.channels == 1) run(jax_dma_sum_kept_values<Row, Sum>, kThreads);
+    else if (p.channels % 4 != 0) run(jax_dma_sum_kept_rows<Row, Sum, 1, 8>, kMine * kWarps);
+    else if (p.channels <= 128) run(jax_dma_sum_kept_rows<Row, Sum, 4, 1>, kMine * kWarps);
+    else run(jax_dma_sum_kept_rows<Row, Sum, 4, 2>, kMine * kWarps);
     return cudaGetLastError();
   };
   const auto with_sum = [&](auto row) { return p.sums_type == DType::kF32 ? launch(row, float{}) : launch(row, row); };

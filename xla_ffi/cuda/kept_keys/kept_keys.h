@@ -16,7 +16,7 @@ struct BatchOffset {
 
   JAX_DMA_HOST_DEVICE int64_t operator()(int64_t batch) const {
     int64_t offset = 0;
-    for (int axis = rank - 1; axis >= 0; --axis) {
+    for (int axis = rank - 1; axis >= 0 && batch != 0; --axis) {
       offset += batch % size[axis] * stride[axis];
       batch /= size[axis];
     }
@@ -30,11 +30,15 @@ struct ListsProblem {
   int heads, R, runs, length;
   int32_t *keys, *first, *last;  // [outer, runs, heads, length]
   int32_t* counts;               // [outer, runs, heads, 2]: keys seen by the whole run, keys in all
-  // Scratch: the keys that any query sees, in order; per 128 of them, smallest start and largest end; how many there
-  // are in each chunk of kChunk keys, and in all.
-  int32_t* entries;       // [outer, heads, S]
-  int2* bounds;           // [outer, heads, groups]
-  int32_t* chunk_counts;  // [outer, heads, chunks + 1]
+  // The other way round: the places of a key in the lists of its runs, run by run, begin at its offset; -1 is past the
+  // end of a list. Offsets and places end with the room that there is: so many only if a list is too short.
+  int32_t* offsets;  // [outer, heads, S]
+  int32_t* places;   // [outer, heads, runs * length]
+  // Scratch: the keys that any query sees, in order, their intervals, and offset - first run; per 128 of them, smallest
+  // start and largest end; how many there are in each chunk of kChunk keys, and in all, and their runs.
+  int32_t* entries;    // [outer, heads, 4, S]
+  int2* bounds;        // [outer, heads, groups]
+  int2* chunk_counts;  // [outer, heads, chunks + 1]
 };
 constexpr int kChunk = 4096, kGroup = 128;
 cudaError_t launch_lists(const ListsProblem& problem, cudaStream_t stream);
@@ -50,11 +54,11 @@ struct TakeProblem {
 cudaError_t launch_take(const TakeProblem& problem, cudaStream_t stream);
 
 struct SumProblem {
-  const int32_t *keys, *counts;  // as made by launch_lists
-  const int32_t *start, *end;    // [batch, key_heads, S]
-  const void* rows;              // [batch, runs, length, heads, channels]
-  void* sums;                    // [batch, S, heads, channels]
-  BatchOffset keys_at, counts_at, start_at;
+  const int32_t *offsets, *places;  // as made by launch_lists
+  const int32_t *start, *end;       // [batch, key_heads, S]
+  const void* rows;                 // [batch, runs, length, heads, channels]
+  void* sums;                       // [batch, S, heads, channels]
+  BatchOffset offsets_at, places_at, start_at;
   DType rows_type, sums_type;
   int64_t outer, T, S;
   int R, runs, length, key_heads, heads, channels;
