@@ -226,7 +226,8 @@ def _workspace(explanation, call, mask, q, k, v, bias):
         forward += 16 * math.prod(mask.start.shape[:-2]) * min(mask.start.shape[-2], K) * -(-S // KEY_TILE)
     if path.kind == "kept keys":
         gathered = explanation.operands
-        lists = math.prod(mask.start.shape[:-1]) * -(-T // path.run_length) * path.list_length * 3 * 4
+        slots = -(-T // path.run_length) * path.list_length
+        lists = math.prod(mask.start.shape[:-1]) * (4 * slots + S) * 4
         forward += _bytes(gathered[1:]) + lists
         backward += forward + _bytes(gathered[1:])  # the forward pass's are kept
         operands = gathered

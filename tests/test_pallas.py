@@ -37,8 +37,12 @@ def test_named_case_interpreted(name):
 
 
 @pytest.mark.parametrize(
-    "mask, bias", [("B1TS", "BKTS"), ("1K1S", "1NT1"), ("BN", "1N1S"), ("1K", "111S"), ("BNTS", "BNTS")]
-)
+    "mask, bias",
+    [
+        ("B1TS", "BKTS"), ("B1TS", "1KTS"), ("11TS", "11TS"), ("1K1S", "1NT1"), ("BN", "1N1S"), ("1K", "111S"),
+        ("BNTS", "BNTS"),
+    ],
+)  # fmt: skip
 def test_broadcast_patterns_interpreted(mask, bias):
     """Each way in which the gradient of bias is found, with anything at all where the mask hides."""
     case = SMALL.with_(mask=mask, bias=bias, bias_dtype="float32", is_causal=mask == "B1TS")

@@ -1,12 +1,14 @@
 """Attention in Pallas kernels that Triton compiles: for a GPU on which the compiled kernels were not built.
 
 A block of the kernels is some queries, with all heads of a group as rows (padded to a power of two, head fastest), or
-some keys. Which tiles a block visits is a list made in JAX from the bitmaps of a dense mask or the bounds of intervals
-(:mod:`jax_dma.tiles`), so that the loop over them is a counted one, which Triton pipelines.
+some keys. What a mask or bias holds for all heads of a group is read once and repeated for the rows. Which tiles a
+block visits is a list made in JAX from the bitmaps of a dense mask or the bounds of intervals (:mod:`jax_dma.tiles`),
+so that the loop over them is a counted one, which Triton pipelines.
 
-The backward pass has a kernel for dq, by queries; one for dk and dv, by keys; and, where bias varies over both, one for
-its gradient, by its tiles, which walks what bias is broadcast over. Nothing is added atomically, so all gradients are
-deterministic. The gradient of another bias is summed from row or column sums that the first two write.
+The backward pass has a kernel for dq, by queries, and one for dk and dv, by keys, which also writes the gradient of a
+bias that varies over both. If that is broadcast over the batch or over key/value heads, it has a kernel of its own, by
+its tiles, which walks what it is broadcast over. Nothing is added atomically, so all gradients are deterministic. The
+gradient of another bias is summed from row or column sums that the first two write.
 """
 
 import dataclasses
@@ -24,13 +26,16 @@ from jax_dma.reference import HIDE_BELOW
 from jax_dma.tiles import KEY_TILE, queries_per_tile, unpack_bits
 
 
-# (rows, keys, warps, stages of the pipeline) of a kernel's blocks, by the channels that a head is padded to. For 128,
-# dkv keeps k and v of 128 keys (64 KiB), and q and dout of 64 rows in two stages (64 KiB), in shared memory.
+_LOG2E = math.log2(math.e)
+
+# (rows, keys, warps, stages of the pipeline) of a kernel's blocks, by the channels that a head is padded to. Two blocks
+# of 64 rows, 64 keys and 4 warps share a multiprocessor: while one waits for memory or products, the other computes.
+# At 256 channels, float32 biases of query heads bring the shared memory to 225 KiB.
 _BLOCKS = {
-    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
-    "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)},
-    "dkv": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 1)},
-    "dbias": {64: (128, 64, 8, 1), 128: (128, 64, 8, 1), 256: (64, 32, 8, 1)},
+    "forward": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
+    "dq": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (128, 32, 8, 2)},
+    "dkv": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 3)},
+    "dbias": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)},
 }
 
 
@@ -60,6 +65,7 @@ class _Sizes:
     keys: int  # of a block of keys
     warps: int
     stages: int
+    interpret: bool
 
     @property
     def G(self):
@@ -95,7 +101,8 @@ class _Sizes:
         rows, keys, warps, stages = _blocks(kernel, max(H, Hv), interpret)
         per_query = pl.next_power_of_2(N // K)
         rows = max(per_query, 16, min(rows, pl.next_power_of_2(T) * per_query))
-        return cls(batch, T, S, N, K, H, Hv, call.causal, call.scale, call.softcap, rows, keys, warps, stages)
+        options = (call.causal, call.scale, call.softcap)
+        return cls(batch, T, S, N, K, H, Hv, *options, rows, keys, warps, stages, bool(interpret))
 
 
 def _call(kernel, name, sizes, operands, results, places, *, interpret):
@@ -183,15 +190,36 @@ class _Queries:
 
     def __init__(self, c, refs, batch, head, block, axis=0):
         self.c, self.refs, self.batch, self.head, self.axis = c, refs, batch, head, axis
+        first, some_past = block * c.queries, c.T % queries_per_tile(c.G)
+        self.query = first + jnp.arange(c.queries, dtype=jnp.int32)
+        self.query_mask = self.query < c.T if some_past else None
         row = jnp.arange(c.rows, dtype=jnp.int32)
-        self.t = block * c.queries + (row >> c.rows_per_query.bit_length() - 1)
+        self.t = first + (row >> c.rows_per_query.bit_length() - 1)
         g = row & c.rows_per_query - 1
         self.n = head * c.G + g
-        padded = g < c.G if c.rows_per_query > c.G else None
-        self.mask = _both(padded, self.t < c.T if c.T % queries_per_tile(c.G) else None)
+        self.mask = _both(g < c.G if c.rows_per_query > c.G else None, self.t < c.T if some_past else None)
 
     def __call__(self, x):
         return None if x is None else jnp.expand_dims(x, 1 - self.axis)
+
+    def alike(self, heads):
+        """Whether a mask or bias of so many heads is the same for all heads of a group: it is then read by query."""
+        return heads in (1, self.c.K)
+
+    def index(self, heads, queries):
+        """(indices of heads and queries, which of them are there) of a mask or bias."""
+        if not self.alike(heads):
+            return (self(self.n), 0 if queries == 1 else self(self.t)), self(self.mask)
+        head = 0 if heads == 1 else self.head
+        return ((head, 0), None) if queries == 1 else ((head, self(self.query)), self(self.query_mask))
+
+    def spread(self, x, heads=1):
+        """What was read of a mask or bias, repeated for the rows."""
+        if not self.alike(heads) or jnp.ndim(x) == 0 or x.shape[self.axis] == 1:
+            return x
+        x = jnp.expand_dims(x, self.axis + 1)
+        x = jnp.broadcast_to(x, (*x.shape[: self.axis + 1], self.c.rows_per_query, *x.shape[self.axis + 2 :]))
+        return x.reshape(self.c.rows, -1) if self.axis == 0 else x.reshape(-1, self.c.rows)
 
     def load(self, ref, channels):
         """[rows, channels] of an array [*batch, T, N, channels]."""
@@ -236,68 +264,82 @@ class _Keys:
         _store(ref, self.batch, (self.s[:, None], self.head, h[None, :]), x, mask)
 
 
-def _head(c, rows, size):
-    """The index of a mask's or bias's head axis of this size."""
-    return 0 if size == 1 else rows.head if size == c.K else rows(rows.n)
-
-
-def _logits(c, refs, rows, keys, products):
-    """(logits, which are visible, d logits / d (scale * product) or None) of products of rows and keys."""
-    logits, slope = products * c.scale, None
-    if c.softcap:
-        capped = jnp.tanh(logits / c.softcap)
-        logits, slope = c.softcap * capped, 1 - capped * capped
-    visible = _both(rows(rows.mask), keys(keys.mask))
-    if c.causal:
-        visible = _both(visible, keys(keys.s) <= rows(rows.t) + (c.S - c.T))
-    if refs.bits is not None:
-        visible = _both(visible, _bits(c, refs.bits, rows, keys))
+def _visible(c, refs, rows, keys):
+    """Which logits are visible, as an array that broadcasts to them; None for all. A bias is not asked."""
+    visible, causal = _both(rows(rows.mask), keys(keys.mask)), c.causal
     if refs.start is not None:
-        index = (_head(c, rows, refs.start.shape[-2]), keys(keys.s))
-        mask = _both(keys(keys.mask), rows(rows.mask) if jnp.ndim(index[0]) else None)
-        start, end = (_load(ref, rows.batch, index, mask) for ref in (refs.start, refs.end))
-        visible = _both(visible, start <= rows(rows.t), rows(rows.t) < end)
-    if refs.bias is not None:
-        *_, heads, queries, columns = refs.bias.shape
-        index = (
-            _head(c, rows, heads),
-            0 if queries == 1 else rows(rows.t),
-            0 if columns == 1 else keys(keys.s),
-        )
-        mask = _both(
-            rows(rows.mask) if jnp.ndim(index[0]) or queries > 1 else None, keys(keys.mask) if columns > 1 else None
-        )
-        bias = _load(refs.bias, rows.batch, index, mask).astype(jnp.float32)
-        visible = _both(visible, ~(bias <= HIDE_BELOW))
-        logits = logits + jnp.where(visible, bias, 0.0)
-    if visible is not None:
-        visible = jnp.broadcast_to(visible, logits.shape)
-        logits = jnp.where(visible, logits, -jnp.inf)
-    return logits, visible, slope
+        heads = refs.start.shape[-2]
+        (head, t), there = rows.index(heads, c.T)
+        mask = _both(keys(keys.mask), there if jnp.ndim(head) else None)
+        start, end = (_load(ref, rows.batch, (head, keys(keys.s)), mask) for ref in (refs.start, refs.end))
+        start, end = jnp.maximum(start, 0), jnp.minimum(end, c.T)
+        if causal:
+            start, causal = jnp.maximum(start, keys(keys.s) - (c.S - c.T)), False
+        # start <= t < end in one comparison: as unsigned numbers, negative differences are large
+        inside = (t - start).astype(jnp.uint32) < jnp.maximum(end - start, 0).astype(jnp.uint32)
+        visible = _both(visible, rows.spread(inside, heads))
+    if causal:
+        visible = _both(visible, rows.spread(keys(keys.s) <= rows(rows.query) + (c.S - c.T)))
+    if refs.bits is not None:
+        visible = _both(visible, rows.spread(_bits(c, refs.bits, rows, keys), refs.bits.shape[-3]))
+    return visible
 
 
 def _bits(c, ref, rows, keys):
     """Which positions the packed bits of a mask show."""
     *_, heads, queries, words = ref.shape
-    head, t = _head(c, rows, heads), 0 if queries == 1 else rows(rows.t)
-    mask = rows(rows.mask) if jnp.ndim(head) or queries > 1 else None
+    index, mask = rows.index(heads, queries)
     if words == 1:
-        return (_load(ref, rows.batch, (head, t, 0), mask) & 1) != 0
+        return (_load(ref, rows.batch, (*index, 0), mask) & 1) != 0
     found, lane = None, keys(keys.lane)
     for i in range(c.keys // 32):
-        word = _load(ref, rows.batch, (head, t, keys.block * (c.keys // 32) + i), mask)
+        word = _load(ref, rows.batch, (*index, keys.block * (c.keys // 32) + i), mask)
         found = word if found is None else jnp.where(lane < 32 * i, found, word)
-    return ((found >> (lane & 31).astype(jnp.uint32)) & 1) != 0
+    return (found & (jnp.uint32(1) << (lane & 31).astype(jnp.uint32))) != 0
+
+
+def _logits(c, refs, rows, keys, products):
+    """(logits, d logits / d (scale * product) or None) of products of rows and keys, whether visible or not.
+
+    A bias that hides makes them -1e30 or less. See _in_products for their unit.
+    """
+    logits, slope = products if _in_products(c, refs.bias) else products * c.scale, None
+    if c.softcap:
+        capped = jnp.tanh(logits / c.softcap)
+        logits, slope = c.softcap * capped, 1 - capped * capped
+    if refs.bias is not None:
+        *_, heads, queries, columns = refs.bias.shape
+        index, mask = rows.index(heads, queries)
+        mask = _both(mask, keys(keys.mask) if columns > 1 else None)
+        bias = _load(refs.bias, rows.batch, (*index, 0 if columns == 1 else keys(keys.s)), mask)
+        logits = logits + rows.spread(bias.astype(jnp.float32), heads)
+    return logits, slope
+
+
+def _in_products(c, bias):
+    """Whether logits stay products that are not scaled: one multiplication, before the exponential, does for both."""
+    return bias is None and not c.softcap and c.scale > 0
+
+
+def _exp2(c, x):
+    if c.interpret:
+        return jnp.exp2(x)
+    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)  # jnp.exp2 spends three more instructions on denormal results
+    asm = "ex2.approx.ftz.f32 $0, $1;"
+    return plgpu.elementwise_inline_asm(asm, args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[shape])[0]
 
 
 def _live_keys(c, refs, batch, head, query_block):
-    """How many blocks of keys a block of queries meets, and a function from their number to their index."""
+    """(how many blocks of keys a block of queries meets, how many there are, the function of a number to an index).
+
+    The function gives all blocks of keys, those to be met first.
+    """
     if refs.count is None:
         count = c.key_blocks
         if c.causal:
             last = (query_block + 1) * c.queries + c.S - c.T  # keys before this one may be visible
             count = jnp.minimum(_divide(jnp.maximum(last, 0) + c.keys - 1, c.keys)[0], count)
-        return count, lambda i: i
+        return count, c.key_blocks, lambda i: i
     return _listed(refs, batch, head, _divide(query_block, c.query_blocks_per_tile)[0], c.key_blocks_per_tile)
 
 
@@ -308,7 +350,7 @@ def _live_queries(c, refs, batch, head, key_block):
         if c.causal:
             first = jnp.maximum(key_block * c.keys - (c.S - c.T), 0)  # the first query that may see the first key
             count = jnp.maximum(count - _divide(first, c.queries)[0], 0)
-        return count, lambda i: c.query_blocks - 1 - i
+        return count, c.query_blocks, lambda i: c.query_blocks - 1 - i
     return _listed(refs, batch, head, _divide(key_block, c.key_blocks_per_tile)[0], c.query_blocks_per_tile)
 
 
@@ -321,32 +363,55 @@ def _listed(refs, batch, head, tile, parts):
         tile, part = _divide(i, parts)
         return _load(refs.listed, batch, (*index(refs.listed), tile)) * parts + part
 
-    return count, block
+    return count, refs.listed.shape[-1] * parts, block
+
+
+def _walk(refs, count, block, step, state):
+    """The state after step(index of a block, state) for so many blocks."""
+    if refs.count is None:
+        return jax.lax.fori_loop(0, count, lambda i, state: step(block(i), state), state)
+
+    def ahead(i, carry):  # an index that was loaded in the step before lets the pipeline load its block without waiting
+        index, state = carry
+        return block(jnp.minimum(i + 1, count - 1)), step(index, state)
+
+    return jax.lax.fori_loop(0, count, ahead, (block(0), state))[1]
 
 
 def _forward_kernel(c, refs, place):
     batch, head, block = _place(c, place, c.query_blocks, last_first=True)
     rows = _Queries(c, refs, batch, head, block)
     q = rows.load(refs.q, c.H)
-    count, key_block = _live_keys(c, refs, batch, head, block)
+    count, _, key_block = _live_keys(c, refs, batch, head, block)
 
-    def step(i, state):
+    def step(block, state):
         m, total, out = state
-        keys = _Keys(c, refs, batch, head, key_block(i))
-        logits, _, _ = _logits(c, refs, rows, keys, _dot(q, keys.load(refs.k, c.H), (1, 1)))
+        keys = _Keys(c, refs, batch, head, block)
+        logits, _ = _logits(c, refs, rows, keys, _dot(q, keys.load(refs.k, c.H), (1, 1)))
+        visible = _visible(c, refs, rows, keys)
+        if visible is not None:
+            logits = jnp.where(jnp.broadcast_to(visible, logits.shape), logits, -jnp.inf)
         new_m = jnp.maximum(m, logits.max(1))
         shift = jnp.where(new_m == -jnp.inf, 0.0, new_m)
-        weights, rescale = jnp.exp(logits - shift[:, None]), jnp.exp(m - shift)
+        if _in_products(c, refs.bias):
+            unit = c.scale * _LOG2E
+            shift = shift * unit
+            weights, rescale = _exp2(c, logits * unit - shift[:, None]), _exp2(c, m * unit - shift)
+        else:  # differences first: log2(e) times a large bias would be rounded too much
+            weights, rescale = _exp2(c, (logits - shift[:, None]) * _LOG2E), _exp2(c, (m - shift) * _LOG2E)
         v = keys.load(refs.v, c.Hv)
         out = out * rescale[:, None] + _dot(weights.astype(v.dtype), v, (1, 0))
         return new_m, total * rescale + weights.sum(1), out
 
     zeros = jnp.zeros((c.rows,), jnp.float32)
     state = (zeros - jnp.inf, zeros, jnp.zeros((c.rows, _channels(c.Hv)[0].shape[0]), jnp.float32))
-    m, total, out = jax.lax.fori_loop(0, count, step, state)
+    m, total, out = _walk(refs, count, key_block, step, state)
     empty = total == 0
+    if refs.bias is not None:  # a row all of whose logits it hides; in other rows they have weighed nothing
+        empty = empty | (m <= HIDE_BELOW)
     total = jnp.where(empty, 1.0, total)
-    rows.store(refs.out, out / total[:, None], c.Hv)
+    rows.store(refs.out, jnp.where(empty[:, None], 0.0, out / total[:, None]), c.Hv)
+    m = m * c.scale if _in_products(c, refs.bias) else m
     m, log_total = jnp.where(empty, 0.0, m), jnp.log(total)
     lse = m + log_total
     rows.store_rows(refs.lse, jnp.where(empty, -jnp.inf, lse))
@@ -367,15 +432,18 @@ def _places(c, blocks):
 
 
 def _gradient_of_logits(c, refs, rows, keys, q, k, v, dout, lse, lost, delta):
-    """(weights, gradient of the logits, gradient of the products) of a block."""
+    """(weights, gradient of the logits, that of the products before they are scaled) of a block."""
     product = lambda of_rows, of_keys: _dot(*((of_rows, of_keys) if rows.axis == 0 else (of_keys, of_rows)), (1, 1))
-    logits, visible, slope = _logits(c, refs, rows, keys, product(q, k))
-    weights = jnp.exp(logits - rows(lse) - rows(lost))
-    dlogits = weights * (product(dout, v) - rows(delta))
+    logits, slope = _logits(c, refs, rows, keys, product(q, k))
+    if _in_products(c, refs.bias):
+        weights = _exp2(c, logits * (c.scale * _LOG2E) - rows(lse))
+    else:
+        weights = _exp2(c, (logits - rows(lse)) * _LOG2E - rows(lost))
+    visible = _visible(c, refs, rows, keys)
     if visible is not None:
-        dlogits = jnp.where(visible, dlogits, 0.0)
-    dproducts = c.scale * (dlogits if slope is None else dlogits * slope)
-    return weights, dlogits, dproducts
+        weights = jnp.where(jnp.broadcast_to(visible, weights.shape), weights, 0.0)
+    dlogits = weights * (product(dout, v) - rows(delta))
+    return weights, dlogits, dlogits if slope is None else dlogits * slope
 
 
 def _wide(x):
@@ -388,19 +456,19 @@ def _dq_kernel(c, refs, place):
     rows = _Queries(c, refs, batch, head, block)
     q, dout = rows.load(refs.q, c.H), rows.load(refs.dout, c.Hv)
     of_rows = [rows.load_rows(x) for x in (refs.lse, refs.lost, refs.delta)]
-    count, key_block = _live_keys(c, refs, batch, head, block)
+    count, _, key_block = _live_keys(c, refs, batch, head, block)
 
-    def step(i, state):
+    def step(block, state):
         dq, *sums = state
-        keys = _Keys(c, refs, batch, head, key_block(i))
+        keys = _Keys(c, refs, batch, head, block)
         k, v = keys.load(refs.k, c.H), keys.load(refs.v, c.Hv)
         _, dlogits, dproducts = _gradient_of_logits(c, refs, rows, keys, q, k, v, dout, *of_rows)
         k = _wide(k)
         return dq + _dot(dproducts.astype(k.dtype), k, (1, 0)), *(x + dlogits.sum(1) for x in sums)
 
     sums = [] if refs.row_sums is None else [jnp.zeros((c.rows,), jnp.float32)]
-    dq, *sums = jax.lax.fori_loop(0, count, step, (jnp.zeros(q.shape, jnp.float32), *sums))
-    rows.store(refs.dq, dq, c.H)
+    dq, *sums = _walk(refs, count, key_block, step, (jnp.zeros(q.shape, jnp.float32), *sums))
+    rows.store(refs.dq, c.scale * dq, c.H)
     if sums:
         rows.store_rows(refs.row_sums, sums[0])
 
@@ -409,18 +477,20 @@ def _dkv_kernel(c, refs, place):
     batch, head, block = _place(c, place, c.key_blocks, last_first=False)
     keys = _Keys(c, refs, batch, head, block, axis=0)  # transposed: what dk and dv multiply needs no transposition then
     k, v = keys.load(refs.k, c.H), keys.load(refs.v, c.Hv)
-    count, query_block = _live_queries(c, refs, batch, head, block)
+    count, of, query_block = _live_queries(c, refs, batch, head, block)
     per_head = refs.column_sums is not None and refs.column_sums.shape[-2] == c.N != c.K
 
-    def step(i, state):
+    def step(block, state):
         dk, dv, *sums = state
-        rows = _Queries(c, refs, batch, head, query_block(i), axis=1)
+        rows = _Queries(c, refs, batch, head, block, axis=1)
         q, dout = rows.load(refs.q, c.H), rows.load(refs.dout, c.Hv)
         of_rows = [rows.load_rows(x) for x in (refs.lse, refs.lost, refs.delta)]
         weights, dlogits, dproducts = _gradient_of_logits(c, refs, rows, keys, q, k, v, dout, *of_rows)
         dv = dv + _dot(weights.astype(dout.dtype), dout, (1, 0))
         q = _wide(q)
         dk = dk + _dot(dproducts.astype(q.dtype), q, (1, 0))
+        if refs.dbias is not None:
+            _store_dbias(refs, rows, keys, dlogits)
         if per_head:
             dlogits = dlogits.reshape(c.keys, c.queries, c.rows_per_query)
         return dk, dv, *(x + dlogits.sum(1) for x in sums)
@@ -428,9 +498,16 @@ def _dkv_kernel(c, refs, place):
     shape = (c.keys, c.rows_per_query) if per_head else (c.keys,)
     sums = [] if refs.column_sums is None else [jnp.zeros(shape, jnp.float32)]
     state = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32), *sums)
-    dk, dv, *sums = jax.lax.fori_loop(0, count, step, state)
-    keys.store(refs.dk, dk, c.H)
+    dk, dv, *sums = _walk(refs, count, query_block, step, state)
+    keys.store(refs.dk, c.scale * dk, c.H)
     keys.store(refs.dv, dv, c.Hv)
+    if refs.dbias is not None:
+
+        def hidden(i, _):
+            rows = _Queries(c, refs, batch, head, query_block(i), axis=1)
+            _store_dbias(refs, rows, keys, jnp.zeros((c.keys, c.rows), jnp.float32))
+
+        jax.lax.fori_loop(count, of, hidden, None)
     if per_head:
         g = jnp.arange(c.rows_per_query, dtype=jnp.int32)
         mask = _both((g < c.G)[None, :], None if keys.mask is None else keys.mask[:, None])
@@ -446,37 +523,41 @@ def _dbias_kernel(c, refs, place):
     heads = shape[-3]
     summed = [full if size == 1 else 1 for size, full in zip(shape, c.batch)] + [c.K if heads == 1 else 1]
 
-    def step(i, total):
+    def seen(i):
+        *batch, head = (a + b for a, b in zip(_unravel(i, summed), (*bias_batch, bias_head)))
+        tiles = (_divide(query_block, c.query_blocks_per_tile)[0], _divide(key_block, c.key_blocks_per_tile)[0])
+        index = (0 if size == 1 else x for size, x in zip(refs.seen.shape[len(batch) :], (head, *tiles)))
+        return _load(refs.seen, batch, tuple(index)) != 0
+
+    def add(i, total):
         *batch, head = (a + b for a, b in zip(_unravel(i, summed), (*bias_batch, bias_head)))
         rows, keys = _Queries(c, refs, batch, head, query_block), _Keys(c, refs, batch, head, key_block)
+        operands = [rows.load(refs.q, c.H), keys.load(refs.k, c.H), keys.load(refs.v, c.Hv)]
+        operands += [rows.load(refs.dout, c.Hv), *(rows.load_rows(x) for x in (refs.lse, refs.lost, refs.delta))]
+        return total + _gradient_of_logits(c, refs, rows, keys, *operands)[1]
 
-        def add(total):
-            operands = [rows.load(refs.q, c.H), keys.load(refs.k, c.H), keys.load(refs.v, c.Hv)]
-            operands += [rows.load(refs.dout, c.Hv), *(rows.load_rows(x) for x in (refs.lse, refs.lost, refs.delta))]
-            return total + _gradient_of_logits(c, refs, rows, keys, *operands)[1]
-
-        live = None
-        if refs.seen is not None:
-            query_tile, _ = _divide(query_block, c.query_blocks_per_tile)
-            key_tile, _ = _divide(key_block, c.key_blocks_per_tile)
-            tiles = (head, query_tile, key_tile)
-            index = tuple(0 if size == 1 else tile for size, tile in zip(refs.seen.shape[len(batch) :], tiles))
-            live = _load(refs.seen, batch, index) != 0
-        if c.causal:
-            live = _both(live, key_block * c.keys < (query_block + 1) * c.queries + c.S - c.T)
-        return add(total) if live is None else jax.lax.cond(live, add, lambda total: total, total)
-
-    total = jax.lax.fori_loop(0, math.prod(summed), step, jnp.zeros((c.rows, c.keys), jnp.float32))
+    live, step = None, add
+    if c.causal:
+        live = key_block * c.keys < (query_block + 1) * c.queries + c.S - c.T
+    if refs.seen is not None and any(1 not in sizes for sizes in zip(refs.seen.shape, summed)):
+        step = lambda i, total: jax.lax.cond(seen(i), add, lambda _, total: total, i, total)
+    elif refs.seen is not None:  # one answer for all: the loop is left without a condition, and is pipelined
+        live = _both(live, seen(0))
+    zeros = jnp.zeros((c.rows, c.keys), jnp.float32)
+    run = lambda: jax.lax.fori_loop(0, math.prod(summed), step, zeros)
+    total = run() if live is None else jax.lax.cond(live, run, lambda: zeros)
     keys = _Keys(c, refs, bias_batch, 0, key_block)
-    rows = _Queries(c, refs, bias_batch, bias_head, query_block)
-    head, t, there = rows.n, rows.t, rows.mask
-    if heads != c.N:
-        total = total.reshape(c.queries, c.rows_per_query, c.keys).sum(1)
-        head, t = bias_head, query_block * c.queries + jnp.arange(c.queries, dtype=jnp.int32)
-        there = t < c.T
-    mask = _both(*(None if x is None else jnp.expand_dims(x, axis) for axis, x in ((1, there), (0, keys.mask))))
-    head = head[:, None] if jnp.ndim(head) else head
-    _store(refs.dbias, bias_batch, (head, t[:, None], keys.s[None, :]), total, mask)
+    _store_dbias(refs, _Queries(c, refs, bias_batch, bias_head, query_block), keys, total)
+
+
+def _store_dbias(refs, rows, keys, dlogits):
+    """Stores gradients of logits, or their sums over the heads of a group, as gradients of bias."""
+    c, (*_, heads, queries, _) = rows.c, refs.dbias.shape
+    if rows.alike(heads):
+        shape = (c.queries, c.rows_per_query)
+        dlogits = dlogits.reshape((*shape, c.keys) if rows.axis == 0 else (c.keys, *shape)).sum(rows.axis + 1)
+    index, mask = rows.index(heads, queries)
+    _store(refs.dbias, rows.batch, (*index, keys(keys.s)), dlogits, _both(mask, keys(keys.mask)))
 
 
 def _seen(visibility, c):
@@ -494,7 +575,10 @@ def _seen(visibility, c):
 
 
 def _lists(seen, c, by_key):
-    """For each tile of queries the tiles of keys to visit and their number, or the other way round; the last first."""
+    """For each tile of queries all tiles of keys, those to visit first, and their number; or the other way round.
+
+    By key, the last come first.
+    """
     if seen is None:
         return None, None
     queries, keys, tile = pl.cdiv(c.T, queries_per_tile(c.G)), pl.cdiv(c.S, KEY_TILE), queries_per_tile(c.G)
@@ -502,14 +586,19 @@ def _lists(seen, c, by_key):
     seen = jnp.swapaxes(seen, -1, -2) if by_key else seen
     seen = jnp.broadcast_to(seen, (*seen.shape[:-1], length))
     number = jnp.arange(length, dtype=jnp.int32)
-    order = -1 - number if by_key else number  # the causal rule then takes from the end of the list
-    listed = jnp.sort(jnp.where(seen, order, length), axis=-1)
-    listed = jnp.where(listed < length, -1 - listed if by_key else listed, 0)
+    order = length - 1 - number if by_key else number  # the causal rule then takes from the end of the list
+    order = jnp.sort(jnp.where(seen, order, order + length), axis=-1) % length
+    listed = length - 1 - order if by_key else order
     if c.causal:
         t, s = jnp.arange(queries)[:, None], jnp.arange(keys)[None, :]
         live = s * KEY_TILE < (t + 1) * tile + c.S - c.T
         seen = seen & (live.T if by_key else live)
     return listed, seen.sum(-1, dtype=jnp.int32)
+
+
+def _copied_in_words(bias):
+    """A bias that is one per key or query in float32: the pipeline copies no less than four bytes."""
+    return bias if bias is None or min(bias.shape[-2:]) > 1 else bias.astype(jnp.float32)
 
 
 def forward(*operands, call, interpret):
@@ -520,8 +609,8 @@ def forward(*operands, call, interpret):
     batch = batch_shape(q, operands)
     c = _Sizes.of("forward", call=call, batch=batch, q=q, v=v, interpret=interpret)
     listed, count = _lists(_seen(visibility, c), c, by_key=False)
-    given = dict(q=q, k=k, v=v, bits=visibility.bits, start=visibility.start, end=visibility.end, bias=bias)
-    given |= dict(listed=listed, count=count)
+    given = dict(q=q, k=k, v=v, bits=visibility.bits, start=visibility.start, end=visibility.end)
+    given |= dict(bias=_copied_in_words(bias), listed=listed, count=count)
     rows = ((*batch, c.T, c.N), jnp.float32)
     results = dict(out=((*batch, c.T, c.N, c.Hv), q.dtype), lse=rows, lost=rows)
     places = _places(c, c.query_blocks)
@@ -541,11 +630,16 @@ def backward(*operands, call, interpret):
     delta, lse = jnp.where(empty, 0, delta), jnp.where(empty, 0, lse)
     dout = jnp.where(empty[..., None], 0, dout)
 
-    given = dict(q=q, k=k, v=v, bits=visibility.bits, start=visibility.start, end=visibility.end, bias=bias)
-    given |= dict(dout=dout, lse=lse, lost=lost, delta=delta)
+    if _in_products(call, bias):
+        lse = (lse + lost) * _LOG2E
+    lost = lost * _LOG2E
+    given = dict(q=q, k=k, v=v, bits=visibility.bits, start=visibility.start, end=visibility.end)
+    given |= dict(bias=_copied_in_words(bias), dout=dout, lse=lse, lost=lost, delta=delta)
     sizes = functools.partial(_Sizes.of, call=call, batch=batch, q=q, v=v, interpret=interpret)
     by_rows = call.want_dbias and bias.shape[-1] == 1
     by_columns = call.want_dbias and not by_rows and bias.shape[-2] == 1
+    by_tiles = call.want_dbias and not by_rows and not by_columns
+    shape = dbias_shape(call, bias, batch) if call.want_dbias else None
 
     c = sizes("dq")
     seen = _seen(visibility, c)
@@ -561,13 +655,16 @@ def backward(*operands, call, interpret):
     results = dict(dk=((*batch, *k.shape[-3:]), k.dtype), dv=((*batch, *v.shape[-3:]), v.dtype))
     if by_columns:
         results["column_sums"] = ((*batch, c.N if bias.shape[-3] == c.N else c.K, c.S), jnp.float32)
+    if by_tiles and shape[:-3] == batch and shape[-3] >= c.K:  # nothing is summed but the heads of a group
+        results["dbias"] = (shape, bias.dtype)
     lists = dict(listed=listed, count=count)
     dkv = _call(_dkv_kernel, "dkv", c, given | lists, results, _places(c, c.key_blocks), interpret=interpret)
     gradients = [dq["dq"], dkv["dk"], dkv["dv"]]
     if not call.want_dbias:
         return gradients
 
-    shape = dbias_shape(call, bias, batch)
+    if "dbias" in dkv:
+        return [*gradients, dkv["dbias"]]
     if by_rows:
         sums = jnp.swapaxes(dq["row_sums"], -1, -2)[..., None]
     elif by_columns:

@@ -18,9 +18,10 @@
 // of 128 rows.
 //
 // The products of a tile are issued in the order dp, dv, dk, dq, and s of the next tile behind them: exponentials run
-// beside dp, ds and dbias beside dv and dk, and the way out of dq beside the next s. Nothing is in flight from one
-// iteration to the next: ptxas would serialize all products. So it would if they needed more registers than there are:
-// look for "serializ" in its output.
+// beside dp, ds and dbias beside dv and dk. dq goes to shared memory beside the next s, and on from there, at 128
+// channels, beside the next dv and dk, which need half of shared memory's bandwidth (s, dp and dq need all of it).
+// Nothing is in flight from one iteration to the next: ptxas would serialize all products. So it would if they needed
+// more registers than there are: look for "serializ" in its output.
 //
 // Shared memory, head dim 128: k, v 64 KB; two stages of q, dout 64 KB; ds 16 KB; dq on its way out 32 KB; two stages
 // of row statistics 1 KB; one or two of bits (<= 1 KB) and bias (64 rows at most: 16 KB, f32 32 KB); dbias on its way
@@ -291,8 +292,9 @@ __device__ __forceinline__ float (&half_of(float (&x)[kN], int half))[32] {
   return reinterpret_cast<float (&)[32]>(x[32 * half]);
 }
 
-// x = x * factor + bias^T, from a tile in shared memory. `key`: the first of this warp's 16, in the tile.
-template <class T, bool kGeneral>
+// x = x * factor + bias^T, from a tile in shared memory. `key`: the first of this warp's 16, in the tile. kPairs: rows
+// 2 i and 2 i + 1 share a row of bias.
+template <class T, bool kGeneral, bool kPairs>
 __device__ __forceinline__ void add_bias(float (&x)[32], const Problem& p, const BackwardPlan& plan, uint32_t tile,
                                          int key, float factor) {
   const int lane = fresh_lane(), shift = plan.bias_shift;
@@ -314,8 +316,25 @@ __device__ __forceinline__ void add_bias(float (&x)[32], const Problem& p, const
   // ldmatrix gives each lane the address of a row of 8 keys and, transposed, two rows of one key.
   const auto add = [&](auto element) {
     using Element = decltype(element);
-    const int chunk = key % 64 / 8 + (lane / 8) % 2;
     const uint32_t panel = tile + key / 64 * plan.bias_panel;
+    if constexpr (kPairs) {
+      // Of a pair of rows that ldmatrix gives, the first is made to be that of x's pair 2 i, the second of 2 i + 1.
+      const int r = (lane / 8 * 16 + lane % 2 * 8 + lane % 8 / 2 * 2) >> shift;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32_t pair[4];
+        ptx::load_matrix_transposed(pair, panel + r * 128 + (((key % 64 / 8 + h) ^ (r & 7)) << 4));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 b = ptx::unpack<Element>(pair[i]);
+          float* const y = x + 8 * i + 2 * h;
+          y[0] = fmaf(y[0], factor, b.x), y[1] = fmaf(y[1], factor, b.x);
+          y[4] = fmaf(y[4], factor, b.y), y[5] = fmaf(y[5], factor, b.y);
+        }
+      }
+      return;
+    }
+    const int chunk = key % 64 / 8 + (lane / 8) % 2;
 #pragma unroll
     for (int c = 0; c < 8; c += 2) {
       const int r = (8 * (c + lane / 16) + lane % 8) >> shift;
@@ -717,6 +736,22 @@ __device__ __forceinline__ int first_tile(const Problem& p, const BackwardScratc
   return tile == 0 ? last : tile - 1;
 }
 
+// Blocks of a sliding window are all at the same tile, so that q, dout and dq are in the L2 cache, if each begins with
+// the query of its window that is a multiple of the window's width. That tile, or -1 if this key tile and the one
+// before it are not seen by equally many queries.
+__device__ __forceinline__ int first_tile_of_window(const Problem& p, int64_t head, int key_tile) {
+  const int32_t* const bounds =
+      static_cast<const int32_t*>(p.bounds.data) + offset_of(p, p.bounds, head / p.K, static_cast<int>(head % p.K), 0);
+  const auto queries_of = [&](int tile) {  // that see a key tile: from x up to y
+    const int first = p.causal ? tile * kKeyTile - static_cast<int>(p.causal_offset()) : 0;
+    return make_int2(max(bounds[tile], max(first, 0)), min(bounds[tile + p.bounds.row], static_cast<int>(p.T)));
+  };
+  const int2 own = queries_of(key_tile), other = queries_of(max(key_tile - 1, 0));
+  if (own.x >= own.y || other.x >= other.y || own.y - own.x != other.y - other.x) return -1;
+  const int last = own.y - 1;
+  return (last - last % (own.y - own.x)) / queries_per_tile(p.G);
+}
+
 template <class T, int kHeadDim, class MaskKind, class BiasKind, Staging kStaging, int kHalves = 1>
 __global__ void __launch_bounds__(kThreads, 1)
     jax_dma_sm90_backward(const __grid_constant__ Problem p, const __grid_constant__ BackwardMaps maps,
@@ -726,6 +761,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr Mask kMask = MaskKind::kind;
   constexpr Bias kBias = BiasKind::kind;
   constexpr bool kGeneral = kStaging == Staging::kAny;
+  // dbias is of bias's shape.
+  constexpr bool kBiasPairs = kStaging == Staging::k2 || kStaging == Staging::k4 || kStaging == Staging::k8;
   static_assert(kHalves == 1 || kBias != Bias::kTile);
   constexpr int kPanels = Shape::kPanels, kQPanel = Shape::kQPanel, kKVPanel = Shape::kKVPanel;
   constexpr bool kLogits = kMask == Mask::kBits || kBias == Bias::kTile;  // something is loaded for each tile of logits
@@ -733,9 +770,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Where registers are short ds is made of p as the products see it, in 16 bits.
   constexpr bool kPackedP = kFewRegisters;
   constexpr bool kHideFirst = kBias != Bias::kNone;  // before the exponentials
-  constexpr int kProducerRegs = kFewRegisters ? 40 : 88, kConsumerRegs = kFewRegisters ? 232 : 208;
-  // What a block is launched with: 168 registers for each of 384 threads. More would be waited for forever.
-  static_assert(kProducerRegs + 2 * kConsumerRegs <= 3 * 168);
+  // dq of a tile is announced, to the warp that adds it, together with ds of the next one.
+  constexpr bool kLateDQ = kFewRegisters;
+  // A block is launched with 168 registers for each of 384 threads; more would be waited for forever.
+  constexpr int kProducerRegs = !kFewRegisters ? 88 : kBias == Bias::kTile ? 40 : 56;
+  constexpr int kConsumerRegs = (3 * 168 - kProducerRegs) / 2;
 
   extern __shared__ __align__(1024) char dynamic[];
   __shared__ BackwardShared shared;
@@ -779,7 +818,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else if (threadIdx.x == 96) {
     shared.dk = offset_of(p, p.dk, head / p.K, head % p.K, 0),
     shared.dv = offset_of(p, p.dv, head / p.K, head % p.K, 0);
-    shared.start = first_tile(p, scratch, head, key_tile);
+    int start = -1;
+    if (kMask != Mask::kNone && p.start.present() && !p.deterministic && scratch.dbias == nullptr)
+      start = first_tile_of_window(p, head, key_tile);
+    shared.start = start >= 0 ? start : first_tile(p, scratch, head, key_tile);
   }
   for (int r = threadIdx.x; r < kTile; r += kThreads)
     shared.rows.packed[r] = r < queries * p.G ? r / p.G | (r % p.G) << 16 : queries - 1;
@@ -1142,7 +1184,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
       if constexpr (kBias == Bias::kTile) {
-        add_bias<T, kGeneral>(x, p, plan, k_tile + plan.bias_at + logit_stage * plan.bias_stage, warp_key, factor);
+        add_bias<T, kGeneral, kBiasPairs>(x, p, plan, k_tile + plan.bias_at + logit_stage * plan.bias_stage, warp_key,
+                                          factor);
       } else if constexpr (kBias == Bias::kKey) {
 #pragma unroll
         for (int c = 0; c < 32; ++c) x[c] = fmaf(x[c], factor, key_bias[c / 2 % 2]);
@@ -1294,8 +1337,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int c = 0; c < Shape::kDQRegs / 4; ++c)
       reinterpret_cast<float4*>(dq_stage)[c * 128 + thread] =
           make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
-    fence_async_proxy();
-    release(&shared.dq_full[group]);
+    if constexpr (!kLateDQ) {
+      fence_async_proxy();
+      release(&shared.dq_full[group]);
+    }
   };
 
   wait(&shared.q_full[0], 0);
@@ -1308,8 +1353,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     wgmma_wait<0>();
     hold(s_p);
   }
+  int i = 0;
 #pragma unroll 1
-  for (int i = 0; tile >= 0; ++i) {
+  for (; tile >= 0; ++i) {
     issue_dp(i);
     make_p(i, tile, special);
     wgmma_wait<0>();
@@ -1319,6 +1365,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     issue_rows(dk, ds, q_at(i));
     stage_dbias(i);
     fence_async_proxy();
+    if (kLateDQ && i > 0) release(&shared.dq_full[group]);
     if (staged_dbias) release(&shared.dbias_full[group]);
     named_sync(1, kConsumers);  // ds is there
     issue_dq();
@@ -1338,6 +1385,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (tile >= 0) special = prepare(next);
     wgmma_wait<0>();
     hold(s_p);
+  }
+
+  if (kLateDQ && i > 0) {
+    fence_async_proxy();
+    release(&shared.dq_full[group]);
   }
 
   // dk and dv: four lanes exchange their words of a key, so that each has 16 bytes to store.

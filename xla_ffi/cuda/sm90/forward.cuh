@@ -1,9 +1,10 @@
 // Forward attention for compute capability 9.0a: TMA, wgmma, specialised warps, persistent blocks.
 //
 // A block works through tiles of 128 or 192 rows (queries x heads of one key/value head, head fastest) one after
-// another. The last warpgroup produces: its first warp walks the live key tiles and loads q, k, v and the bias by TMA,
-// its other warps what TMA cannot (intervals, the bias per key beside them, unaligned bias), by ordinary loads. The
-// other warpgroups consume: each computes 64 of the rows, q k^T from shared memory and p v with p in registers. A
+// another. The last warpgroup produces: its first warp walks the live key tiles and loads q, k, the bias and the mask
+// bits by TMA, its second v. Where there is something that TMA cannot load (intervals, the bias per key beside them,
+// unaligned bias), all but the first do that, by ordinary loads, and the first loads v too. The other warpgroups
+// consume: each computes 64 of the rows, q k^T from shared memory and p v with p in registers. A
 // warpgroup issues the next q k^T before the current p v and runs its softmax meanwhile.
 //
 //   head dim   rows x keys   stages of q, k, v   shared memory: q + k + v
@@ -12,12 +13,14 @@
 //   128        128 x 128     1, 2, 2             32 + 64 + 64 = 160 KB
 //   256        128 x 64      1, 2, 2             64 + 64 + 64 = 192 KB
 // plus one or two stages of bias (192 x 128 x 2 bytes = 48 KB at most where 16 bits, 96 KB in f32; G times less where
-// heads share it) and two of key vectors. Mask bits go from device memory straight to registers: 16 bytes a row, asked
-// for before q k^T is issued and used after it.
+// heads share it) and two of key vectors. Mask bits, 16 bytes a row, go from device memory straight to registers at
+// head dimensions above 64: asked for before q k^T is issued and used after it. Below that registers are short, and the
+// bits lie in four stages of shared memory (192 x 16 bytes = 3 KB at most).
 //
 // The loop is bound by latencies, not by a unit: a scheduler has two or three consumer warps. So it has no branch to
 // what is rare (kGeneral), descriptors are uniform, the maximum leaves the quad only where it moves, and the
-// exponentials stand before the wait for p v (see there).
+// exponentials stand before the wait for p v (see there). Spilled registers are slow here: beside so much shared memory
+// there are some 28 KB of L1 cache, and one word of 384 threads takes 1.5 KB.
 #pragma once
 
 #include "../live_tiles.cuh"
@@ -89,22 +92,31 @@ template <int kHeadDim, Mask kMask>
 constexpr bool kWritesRecords = kMask == Mask::kIntervals && kHeadDim <= 128;
 
 struct ForwardMaps {
-  CUtensorMap q, k, v, bias;
+  CUtensorMap q, k, v, bias, bits;
 };
+
+// Whether TMA brings mask bits to shared memory, with the keys. They have four stages, because they are read after
+// their keys have been given back: when part i's keys have, part i - 1's bits have been read, not yet its own.
+template <int kHeadDim, Mask kMask, bool kGeneral>
+constexpr bool kBitsInShared = kMask == Mask::kBits && !kGeneral && kHeadDim <= 64;
+constexpr int kBitsStages = 4;
 
 // What the host works out for a call. Offsets and sizes are in bytes of shared memory.
 struct ForwardPlan {
   TileOrder order;          // of the query tiles of all heads (B x K)
+  Divisor by_heads;         // K
   int items;                // tiles x heads x splits
   int queries;              // of a tile
+  int query_shift;          // the tiles of the maps have 2^query_shift
   int splits, split_tiles;  // the key tiles of a query tile are divided among `splits` items
   int consumers;            // threads: 128 where only the first 64 rows are used
   int bias_rows, bias_panel, bias_stage;
   int bias_two;  // whether there are two stages of bias: 0, 1
   int side_at, side_stage, barriers_at;
-  View records;  // of a bias per key, where TMA brings them
-  bool bias_by_tma;
-  bool q_batch, k_batch, v_batch, bias_batch;  // whether the map's batch axis is the batch entry, or 0
+  int bits_at, bits_stage, bits_bytes;  // of mask bits in shared memory
+  View records;                         // of a bias per key, where TMA brings them
+  bool bias_by_tma, bits_by_tma;
+  bool q_batch, k_batch, v_batch, bias_batch, bits_batch;  // whether the map's batch axis is the batch entry, or 0
   float* partial;  // where there are splits: their outputs [splits, B, K, G, T, Hv], then their lse [.., 2]
 };
 
@@ -119,50 +131,64 @@ struct Item {
   __device__ __forceinline__ Item(const Problem& p, const ForwardPlan& plan, int index) {
     if (plan.splits > 1) split = index % plan.splits, index /= plan.splits;
     const TileOrder::Place place = plan.order.at(index);
-    batch = place.head / p.K, kv_head = place.head % p.K;
+    batch = plan.by_heads.quotient(place.head), kv_head = place.head - batch * p.K;
     t0 = (plan.order.tiles - 1 - place.tile) * plan.queries;
   }
 };
 
-// The live parts of an item, in order.
-template <int kKeys>
+// The live parts of an item, in order. What begins an item runs once in a while and is not in the instruction cache:
+// its time is its length.
+template <int kKeys, Mask kMask, bool kGeneral>
 struct Walk {
-  struct Operands {
-    const uint32_t* by_query;
-    const int32_t* bounds;
-  } operands;
+  static constexpr bool kBits = kMask == Mask::kBits;
+  static constexpr bool kIntervals = kMask == Mask::kIntervals || (kBits && kGeneral);
+  const uint32_t* by_query = nullptr;
+  const int32_t* bounds = nullptr;
   LiveTiles<kKeyTile / kKeys> live;
-  int first_tile, last_tile, queries;  // the tiles of the plan, and theirs
-  int first, limit;                    // of the keys
+  int first_tile, last_tile;  // of the maps
+  int t0, t1;                 // their queries
+  int first = 0, limit;       // of the keys: no query of the item sees those at and past the limit
+  int tiles;                  // of keys, up to the limit
 
   __device__ __forceinline__ Walk(const Problem& p, const ForwardPlan& plan, const Item& item) {
-    operands.by_query = static_cast<const uint32_t*>(p.tiles_by_query.data) +
-                        offset_of(p, p.tiles_by_query, item.batch, item.kv_head, 0);
-    operands.bounds = static_cast<const int32_t*>(p.bounds.data) + offset_of(p, p.bounds, item.batch, item.kv_head, 0);
-    queries = queries_per_tile(p.G);
-    first_tile = item.t0 / queries;
-    last_tile = (min(item.t0 + plan.queries, static_cast<int>(p.T)) - 1) / queries;
-    first = 0, limit = static_cast<int>(p.S);  // keys at and past it are seen by no query of the tile
-    if (p.causal)
-      limit = min(limit, min(item.t0 + plan.queries, static_cast<int>(p.T)) + static_cast<int>(p.causal_offset()));
+    const int end = min(item.t0 + plan.queries, static_cast<int>(p.T));
+    first_tile = item.t0 >> plan.query_shift, last_tile = (end - 1) >> plan.query_shift;
+    t0 = first_tile << plan.query_shift, t1 = min((last_tile + 1) << plan.query_shift, static_cast<int>(p.T));
+    if (kBits)
+      by_query = static_cast<const uint32_t*>(p.tiles_by_query.data) +
+                 offset_of(p, p.tiles_by_query, item.batch, item.kv_head, 0) + first_tile * p.tiles_by_query.row;
+    if (kIntervals && p.start.present())
+      bounds = static_cast<const int32_t*>(p.bounds.data) + offset_of(p, p.bounds, item.batch, item.kv_head, 0);
+    limit = static_cast<int>(p.S);
+    if (p.causal) limit = min(limit, end + static_cast<int>(p.causal_offset()));
     if (plan.splits > 1) {
       first = item.split * plan.split_tiles * kKeyTile, limit = min(limit, first + plan.split_tiles * kKeyTile);
       live.word = item.split * plan.split_tiles / kTilesPerWord - 1;
     }
+    tiles = (max(limit, 0) + kKeyTile - 1) / kKeyTile;
   }
   __device__ __forceinline__ int next(const Problem& p) {
-    const int tiles = static_cast<int>(ceil_div(max(limit, 0), kKeyTile));
     return live.next(
-        tiles,
+        tiles, [&](int word) { return kIntervals ? skip_hidden(p, bounds, word, tiles, t0, t1) : word; },
         [&](int word) {
-          return skip_hidden(p, operands.bounds, word, tiles, first_tile * queries, (last_tile + 1) * queries);
-        },
-        [&](int word) {
-          TileWord seen = key_tiles_word(p, operands, first_tile, word, queries);
-#pragma unroll 1
-          for (int tile = first_tile + 1; tile <= last_tile; ++tile) {
-            const TileWord more = key_tiles_word(p, operands, tile, word, queries);
-            seen.seen |= more.seen, seen.full &= more.full;
+          TileWord seen{~0u, ~0u};
+          const int left = tiles - word * kTilesPerWord;
+          if (left < kTilesPerWord) seen.seen = (1u << left) - 1;
+          if (kIntervals && bounds != nullptr) {
+            const int tile =
+                min(word * kTilesPerWord + static_cast<int>(threadIdx.x % 32), static_cast<int>(p.key_tiles) - 1);
+            const int32_t* const b = bounds + tile;
+            const int64_t stride = p.bounds.row;
+            seen.seen &= __ballot_sync(~0u, b[0] < t1 && b[stride] > t0);
+            seen.full &= __ballot_sync(~0u, b[2 * stride] <= t0 && b[3 * stride] >= t1);
+          }
+          if (kBits) {
+            const uint32_t* map = by_query + word * p.tiles_by_query.col;
+            uint32_t any = 0;
+#pragma unroll 2
+            for (int tile = first_tile; tile <= last_tile; ++tile, map += p.tiles_by_query.row)
+              any |= map[0], seen.full &= map[p.tiles_by_query_plane];
+            seen.seen &= any;
           }
           return seen;
         },
@@ -313,6 +339,14 @@ struct MaskBits {
         const uint2 two = __ldg(reinterpret_cast<const uint2*>(row + key / 32));
         words[i][0] = two.x, words[i][1] = two.y;
       }
+    }
+  }
+  // From shared memory, where the rows lie `offset` after these addresses.
+  __device__ __forceinline__ void load(const uint32_t (&rows)[2], uint32_t offset) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 four = ptx::load_shared(rows[i] + offset);
+      words[i][0] = four.x, words[i][1] = four.y, words[i][2] = four.z, words[i][3] = four.w;
     }
   }
   __device__ __forceinline__ void hide(float (&x)[kKeys / 8][4]) const {
@@ -483,8 +517,7 @@ struct SoftmaxRows {
   // Subtracted from the logits: a value near the largest so far. Any gives the same result, so it moves only when a
   // logit is 2^8 above it, and the output is hardly ever rescaled.
   float reference[2];
-  float shift[2];  // the same in units of the exponential
-  float sum[2];    // of this thread's columns
+  float sum[2];  // of this thread's columns
   float rescale[2];
   bool moved, large;  // of any row of the warp: whether the last tile moved it; whether it is beyond kLarge
 };
@@ -516,6 +549,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   using Record = typename Shape::Record;
   // Of tiles with few keys, the next queries are asked for early: these are given back as soon as they have been read.
   constexpr bool kEarlyQueries = kMask == Mask::kIntervals && kHeadDim == 128;
+  constexpr bool kBitsShared = kBitsInShared<kHeadDim, kMask, kGeneral>;
   const bool with_side = kKeyVector || has_intervals;
   const bool bias_by_tma = !kGeneral || plan.bias_by_tma;
 
@@ -552,8 +586,12 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   if (warp >= Shape::kConsumers / 32) {
     // ---- Producers.
     give_registers<Shape::kProducerRegisters>();
-    const bool helps = warp > Shape::kConsumers / 32;
-    if (helps && !with_side && (kBias != Bias::kTile || bias_by_tma)) return;
+    // Warps 1 to 3 help where TMA cannot load all. Elsewhere warp 1 loads the values: keys need not wait until there is
+    // room for the values before them.
+    const int role = warp - Shape::kConsumers / 32;
+    const bool needs_help = with_side || (kBias == Bias::kTile && !bias_by_tma), helps = role > 0 && needs_help;
+    const bool loads_keys = role == 0, loads_values = role == (needs_help ? 0 : 1);
+    if (!helps && !loads_keys && !loads_values) return;
     if (!helps && lane == 0) {
       prefetch_map(&maps.q), prefetch_map(&maps.k), prefetch_map(&maps.v);
       if (kBias == Bias::kTile && bias_by_tma) prefetch_map(&maps.bias);
@@ -564,7 +602,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
       const int index = tile_of_round(round);
       if (index >= plan.items) break;
       const Item item(p, plan, index);
-      Walk<kKeys> walk(p, plan, item);
+      Walk<kKeys, kMask, kGeneral> walk(p, plan, item);
       int part = walk.next(p);
       bool full = kMask == Mask::kNone || walk.live.tile_full;
       const Record* records = nullptr;
@@ -574,7 +612,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
       // A tile without keys passes a slot of each ring without data.
       if (!helps) {
         // Loads by TMA. Lane 0 waits and issues; all lanes walk.
-        if (lane == 0) {
+        if (lane == 0 && loads_keys) {
           const int stage = round % Shape::kQueryStages;
           uint64_t* const full_barrier = &bar.q_full[stage];
           wait(&bar.q_empty[stage], (round / Shape::kQueryStages & 1) ^ 1);
@@ -593,43 +631,53 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
           if (lane == 0) {
             const int stage = slot % kStages;
             const uint32_t phase = (slot / kStages & 1) ^ 1;
-            wait(&bar.k_empty[stage], phase);
-            bar.part[stage] = part < 0 ? -1 : Part::encode(part, next < 0, full);
-            if (part < 0) {
-              arrive(&bar.k_full[stage]);
-            } else {
-              arrive_expecting(&bar.k_full[stage], Shape::kTileBytes + (kBrought ? sizeof(Record) : 0));
-              if constexpr (kBrought)
-                load_bytes(q_tile + Shape::kBiasAt + stage * sizeof(Record), records + part, sizeof(Record),
-                           &bar.k_full[stage]);
-              for (int c = 0; c < kPanels; ++c)
-                load_box(k_tiles + stage * Shape::kTileBytes + c * kKeyPanel, &maps.k, &bar.k_full[stage], 64 * c, key,
-                         item.kv_head, plan.k_batch ? item.batch : 0, 0);
-            }
-            if (kBias == Bias::kTile && bias_by_tma) {
-              const int bias_stage = slot & bias_two;
-              wait(&bar.bias_empty[bias_stage], (slot >> bias_two & 1) ^ 1);
+            if (loads_keys) {
+              wait(&bar.k_empty[stage], phase);
+              bar.part[stage] = part < 0 ? -1 : Part::encode(part, next < 0, full);
               if (part < 0) {
-                arrive(&bar.bias_full[bias_stage]);
+                arrive(&bar.k_full[stage]);
               } else {
-                const int bytes = kGeneral && p.bias_dtype == DType::kF32 ? 4 : 2, panels = kKeys * bytes / 128;
-                const uint32_t target = q_tile + Shape::kBiasAt + bias_stage * plan.bias_stage;
-                arrive_expecting(&bar.bias_full[bias_stage], panels * plan.bias_rows * 128);
+                const bool with_bits = kBitsShared && !full;
+                arrive_expecting(&bar.k_full[stage], Shape::kTileBytes + (kBrought ? sizeof(Record) : 0) +
+                                                         (with_bits ? plan.bits_bytes : 0));
+                if (with_bits)
+                  load_box(q_tile + plan.bits_at + slot % kBitsStages * plan.bits_stage, &maps.bits, &bar.k_full[stage],
+                           key / 32, 0, p.bits.row != 0 ? item.t0 : 0, p.bits.kv != 0 ? item.kv_head : 0,
+                           plan.bits_batch ? item.batch : 0);
+                if constexpr (kBrought)
+                  load_bytes(q_tile + Shape::kBiasAt + stage * sizeof(Record), records + part, sizeof(Record),
+                             &bar.k_full[stage]);
+                for (int c = 0; c < kPanels; ++c)
+                  load_box(k_tiles + stage * Shape::kTileBytes + c * kKeyPanel, &maps.k, &bar.k_full[stage], 64 * c,
+                           key, item.kv_head, plan.k_batch ? item.batch : 0, 0);
+              }
+              if (kBias == Bias::kTile && bias_by_tma) {
+                const int bias_stage = slot & bias_two;
+                wait(&bar.bias_empty[bias_stage], (slot >> bias_two & 1) ^ 1);
+                if (part < 0) {
+                  arrive(&bar.bias_full[bias_stage]);
+                } else {
+                  const int bytes = kGeneral && p.bias_dtype == DType::kF32 ? 4 : 2, panels = kKeys * bytes / 128;
+                  const uint32_t target = q_tile + Shape::kBiasAt + bias_stage * plan.bias_stage;
+                  arrive_expecting(&bar.bias_full[bias_stage], panels * plan.bias_rows * 128);
 #pragma unroll 1
-                for (int c = 0; c < panels; ++c)
-                  load_box(target + c * plan.bias_panel, &maps.bias, &bar.bias_full[bias_stage],
-                           key + c * (128 / bytes), 0, item.t0, p.bias.kv != 0 ? item.kv_head : 0,
-                           plan.bias_batch ? item.batch : 0);
+                  for (int c = 0; c < panels; ++c)
+                    load_box(target + c * plan.bias_panel, &maps.bias, &bar.bias_full[bias_stage],
+                             key + c * (128 / bytes), 0, item.t0, p.bias.kv != 0 ? item.kv_head : 0,
+                             plan.bias_batch ? item.batch : 0);
+                }
               }
             }
-            wait(&bar.v_empty[stage], phase);
-            if (part < 0) {
-              arrive(&bar.v_full[stage]);
-            } else {
-              arrive_expecting(&bar.v_full[stage], Shape::kTileBytes);
-              for (int c = 0; c < kPanels; ++c)
-                load_box(v_tiles + stage * Shape::kTileBytes + c * kKeyPanel, &maps.v, &bar.v_full[stage], 64 * c, key,
-                         item.kv_head, plan.v_batch ? item.batch : 0, 0);
+            if (loads_values) {
+              wait(&bar.v_empty[stage], phase);
+              if (part < 0) {
+                arrive(&bar.v_full[stage]);
+              } else {
+                arrive_expecting(&bar.v_full[stage], Shape::kTileBytes);
+                for (int c = 0; c < kPanels; ++c)
+                  load_box(v_tiles + stage * Shape::kTileBytes + c * kKeyPanel, &maps.v, &bar.v_full[stage], 64 * c,
+                           key, item.kv_head, plan.v_batch ? item.batch : 0, 0);
+              }
             }
           }
           __syncwarp();
@@ -722,6 +770,15 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   const uint32_t* bits = nullptr;
   int second_bits = 0;
   MaskBits<kKeys> mask;
+  uint32_t bits_rows[2] = {};  // in the first stage of bits in shared memory
+  if constexpr (kBitsShared) {
+    const int group = p.bits.group != 0 ? p.G : 1;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      bits_rows[i] =
+          q_tile + plan.bits_at +
+          16 * ((p.bits.row != 0 ? min(rows.query(i), plan.queries - 1) * group : 0) + (group > 1 ? rows.head(i) : 0));
+  }
   uint32_t bias_row = 0;
   if constexpr (kBias == Bias::kTile)
     bias_row =
@@ -750,7 +807,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
       else asm volatile("ld.shared.s32 %0, [%1];" : "=r"(added.x) : "r"(to_part));
       part.code |= added.x | added.y | added.z | added.w;
     }
-    if constexpr (kMask == Mask::kBits)
+    if constexpr (kMask == Mask::kBits && !kBitsShared)
       if (!part.none() && !part.full())
         mask.load(bits, second_bits, part.number() * kKeys, kGeneral && p.bits.col == 0);
     return part;
@@ -808,12 +865,12 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
           pairs.template add<decltype(element), decltype(masked)::value>(x, row, plan.bias_panel, factor, mask);
         };
         const auto add_masked_or_not = [&](auto element) {
-          if (kMask == Mask::kBits && hide) add(element, std::true_type());
+          if (kMask == Mask::kBits && !kBitsShared && hide) add(element, std::true_type());
           else add(element, std::false_type());
         };
         if (!kGeneral || p.bias_dtype == kSameDType) add_masked_or_not(T());
         else add_masked_or_not(std::conditional_t<std::is_same_v<T, __half>, __nv_bfloat16, __half>());
-        hide = false;
+        if (!kBitsShared) hide = false;
       } else {
         add_f32_bias(x, q_tile + Shape::kBiasAt + bias_stage * plan.bias_stage, plan, p.bias.group != 0, rows, factor);
       }
@@ -834,7 +891,10 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
         for (int i = 0; i < 4; ++i) x[n][i] *= factor;
     }
     if constexpr (kMask == Mask::kBits)
-      if (hide) mask.hide(x);
+      if (hide) {
+        if constexpr (kBitsShared) mask.load(bits_rows, slot % kBitsStages * plan.bits_stage);
+        mask.hide(x);
+      }
     if constexpr (kMask != Mask::kNone)
       if (intervals)
         hide_by_intervals<kWritten>(x, side + (kKeyVector ? 4 * kKeys : 0), p.start.group != 0, p.G, rows, t0, part);
@@ -868,21 +928,24 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
         soft.rescale[i] = move ? ptx::exp2((soft.reference[i] - peak[i]) * log2_factor) : 1.0f;
         if (move) soft.reference[i] = peak[i];
         soft.sum[i] *= soft.rescale[i];
-        soft.shift[i] = soft.reference[i] == -INFINITY ? 0.0f : soft.reference[i] * log2_factor;
         large |= soft.reference[i] != -INFINITY && fabsf(soft.reference[i]) > kLarge;
       }
       if constexpr (kBias != Bias::kNone) soft.large = __any_sync(~0u, large);
     }
+    float shift[2];  // the reference in units of the exponential
+#pragma unroll
+    for (int i = 0; i < 2; ++i) shift[i] = soft.reference[i] == -INFINITY ? 0.0f : soft.reference[i] * log2_factor;
     if constexpr (kBias != Bias::kNone)
       if (soft.large) {  // rows of very large logits are shifted before they are multiplied
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float shift = soft.reference[i] == -INFINITY ? 0.0f : soft.reference[i];
-          soft.shift[i] = 0.0f;
+          const float reference = soft.reference[i] == -INFINITY ? 0.0f : soft.reference[i];
+          shift[i] = 0.0f;
 #pragma unroll
           for (int n = 0; n < kS; ++n)
 #pragma unroll
-            for (int e = 2 * i; e < 2 * i + 2; ++e) x[n][e] = kRecords ? x[n][e] * unit - shift : x[n][e] - shift;
+            for (int e = 2 * i; e < 2 * i + 2; ++e)
+              x[n][e] = kRecords ? x[n][e] * unit - reference : x[n][e] - reference;
         }
         unit = 1.0f;
       }
@@ -893,7 +956,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float& y = x[n][e];
-        y = y * exponent_factor - soft.shift[e / 2];
+        y = y * exponent_factor - shift[e / 2];
         y = ptx::exp2(y);
         sum[e / 2] += y;
       }
@@ -916,14 +979,14 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   };
 #pragma unroll 1
   for (int round = 0; round * static_cast<int>(gridDim.x) < plan.items; ++round) {
-    const int index = tile_of_round(round);
+    int index = tile_of_round(round);
     if (index >= plan.items) break;
     const Item item(p, plan, index);
     const int t0 = item.t0;
     last_inner_key = static_cast<int>(p.S) - kKeys;
     if (p.causal)
       last_inner_key = min(last_inner_key, t0 + first_query + static_cast<int>(p.causal_offset()) + 1 - kKeys);
-    if constexpr (kMask == Mask::kBits) {
+    if constexpr (kMask == Mask::kBits && !kBitsShared) {
       const auto row = [&](int i) {
         return min(t0 + min(rows.query(i), plan.queries - 1), static_cast<int>(p.T) - 1) * p.bits.row +
                rows.head(i) * p.bits.group;
@@ -932,7 +995,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
       second_bits = static_cast<int>(row(1) - row(0));
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) soft.reference[i] = -INFINITY, soft.sum[i] = 0.0f, soft.shift[i] = 0.0f;
+    for (int i = 0; i < 2; ++i) soft.reference[i] = -INFINITY, soft.sum[i] = 0.0f;
     soft.large = false;
 #pragma unroll
     for (int n = 0; n < kO; ++n)
@@ -1002,20 +1065,23 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
       ++slot;
     }
 
-    T* const out = static_cast<T*>(p.out.data) + offset_of(p, p.out, item.batch, item.kv_head, 0);
-    float* const lse = static_cast<float*>(p.lse.data) + offset_of(p, p.lse, item.batch, item.kv_head, 0);
+    // The item is worked out anew: it would take registers in the loop.
+    asm volatile("" : "+r"(index));
+    const Item done(p, plan, index);
+    T* const out = static_cast<T*>(p.out.data) + offset_of(p, p.out, done.batch, done.kv_head, 0);
+    float* const lse = static_cast<float*>(p.lse.data) + offset_of(p, p.lse, done.batch, done.kv_head, 0);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float total = soft.sum[i];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
-      const int t = t0 + rows.query(i);
+      const int t = done.t0 + rows.query(i);
       const bool inside = rows.query(i) < plan.queries && t < p.T;
-      const float inverse = total > 0.0f ? 1.0f / total : total == 0.0f ? 0.0f : total;  // NaN stays NaN
+      const float inverse = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
       const float2 row_lse = log_sum_exp(soft.reference[i] * (scaled_late ? p.scale : 1.0f), total);
       if (plan.splits > 1) {
-        const int64_t row = (int64_t{item.batch * p.K + item.kv_head} * p.G + rows.head(i)) * p.T + t;
-        const int64_t count = p.B * p.N * p.T, at = item.split * count + row;
+        const int64_t row = (int64_t{done.batch * p.K + done.kv_head} * p.G + rows.head(i)) * p.T + t;
+        const int64_t count = p.B * p.N * p.T, at = done.split * count + row;
         if (inside) {
 #pragma unroll
           for (int n = 0; n < kO; ++n) {

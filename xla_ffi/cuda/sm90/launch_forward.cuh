@@ -8,8 +8,9 @@
 
 namespace jax_dma::sm90 {
 
-inline bool encode_forward_maps(const Problem& p, Bias bias_kind, int keys, int row_bytes, ForwardMaps* maps,
-                                ForwardPlan* plan) {
+// bits_in_shared: whether TMA should load mask bits.
+inline bool encode_forward_maps(const Problem& p, Bias bias_kind, bool bits_in_shared, int keys, int row_bytes,
+                                ForwardMaps* maps, ForwardPlan* plan) {
   const int64_t qb = batch_stride(p, p.q), kb = batch_stride(p, p.k), vb = batch_stride(p, p.v);
   const int64_t bb = batch_stride(p, p.bias);
   if (qb < 0 || kb < 0 || vb < 0) return false;
@@ -22,6 +23,15 @@ inline bool encode_forward_maps(const Problem& p, Bias bias_kind, int keys, int 
               {{p.G, p.q.group, p.G}, {p.T, p.q.row, plan->queries}, {p.K, p.q.kv, 1}, {p.B, qb, 1}}, row_bytes))
     return false;
   if (!keyed(&maps->k, p.k, p.H, kb) || !keyed(&maps->v, p.v, p.Hv, vb)) return false;
+  if (bits_in_shared) {
+    const int64_t mb = batch_stride(p, p.bits);
+    const int group = p.bits.group != 0 ? p.G : 1, queries = p.bits.row != 0 ? plan->queries : 1;
+    plan->bits_batch = mb > 0, plan->bits_bytes = 16 * group * queries;
+    plan->bits_by_tma =
+        mb >= 0 && p.bits.col != 0 &&
+        encode(&maps->bits, DType::kF32, p.bits.data, 4 * p.key_tiles,
+               {{group, p.bits.group, group}, {p.T, p.bits.row, queries}, {p.K, p.bits.kv, 1}, {p.B, mb, 1}}, 16);
+  }
   if (bias_kind != Bias::kTile) return true;
   const int group = p.bias.group != 0 ? p.G : 1;
   plan->bias_by_tma =
@@ -68,6 +78,7 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
   const auto run = [&](auto mask, auto bias) {
     using MaskKind = decltype(mask);
     using BiasKind = decltype(bias);
+    constexpr bool kBitsShared = kBitsInShared<kHeadDim, MaskKind::kind, false>;
     ForwardMaps maps{};
     ForwardPlan plan{};
     const int tile_queries = queries_per_tile(p.G);
@@ -85,11 +96,15 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
     if (items > INT32_MAX / 2 || mask_span > INT32_MAX) return cudaErrorNotSupported;
     plan.items = static_cast<int>(items);
     plan.order = tile_order(tiles, heads, p.S * (p.H + p.Hv) * 2, processors);
-    if (!encode_forward_maps(p, bias.kind, Shape::kKeys, Shape::kRowBytes, &maps, &plan)) return cudaErrorNotSupported;
+    plan.by_heads = Divisor(p.K);
+    while (1 << plan.query_shift < tile_queries) ++plan.query_shift;
+    if (!encode_forward_maps(p, bias.kind, kBitsShared, Shape::kKeys, Shape::kRowBytes, &maps, &plan))
+      return cudaErrorNotSupported;
 
     const bool intervals = p.start.present();
     const int interval_bytes = intervals ? 8 * Shape::kKeys * (p.start.group != 0 ? p.G : 1) : 0;
-    const bool rare = p.softcap != 0.0f || p.scale <= 0.0f || (p.bits.present() && (intervals || p.bits.col == 0));
+    const bool rare = p.softcap != 0.0f || p.scale <= 0.0f ||
+                      (p.bits.present() && (intervals || p.bits.col == 0 || (kBitsShared && !plan.bits_by_tma)));
     using Record = typename Shape::Record;
     constexpr bool kWritten = kWritesRecords<kHeadDim, MaskKind::kind>;
     bool in_product =
@@ -114,12 +129,16 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
     plan.bias_two = bias_stages - 1;
     plan.side_at = in_product ? Shape::kRecordsEnd : Shape::kBiasAt + bias_stages * plan.bias_stage;
     plan.barriers_at = plan.side_at + kStages * plan.side_stage;
-    const int bytes = plan.barriers_at + static_cast<int>(sizeof(ForwardBarriers));
-    if (bytes > shared) return cudaErrorNotSupported;
+    int bytes = plan.barriers_at + static_cast<int>(sizeof(ForwardBarriers));
 
     const bool general =
         rare || (bias.kind == Bias::kKey && !in_product) ||
         (bias.kind == Bias::kTile && (!plan.bias_by_tma || p.bias_dtype != p.dtype || bias_stages == 1));
+    if (kBitsShared && !general) {
+      plan.bits_at = (bytes + 127) / 128 * 128, plan.bits_stage = (plan.bits_bytes + 127) / 128 * 128;
+      bytes = plan.bits_at + kBitsStages * plan.bits_stage;
+    }
+    if (bytes > shared) return cudaErrorNotSupported;
     if (in_product && !kWritten) {
       error = fill_bias_records(p, static_cast<Record*>(plan.records.data), records, stream);
       if (error != cudaSuccess) return error;

@@ -52,8 +52,8 @@ inline int64_t batch_stride(const Problem& p, const View& view) {
   return view.batch[p.batch_rank - 1];
 }
 
-// A map of five axes over `data`; the first is contiguous, and boxes of 128 bytes of it (or 64) are swizzled in shared
-// memory. What lies outside reads as 0. Returns false where TMA cannot address it.
+// A map of five axes over `data`; the first is contiguous, and boxes of 128 or 64 bytes of it (not 16) are swizzled in
+// shared memory. What lies outside reads as 0. Returns false where TMA cannot address it.
 inline bool encode(CUtensorMap* map, DType dtype, void* data, int64_t columns, const Axis (&axes)[4],
                    int row_bytes = 128) {
   const EncodeTiled function = encode_tiled();
@@ -73,7 +73,9 @@ inline bool encode(CUtensorMap* map, DType dtype, void* data, int64_t columns, c
                                    : dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   return function(map, type, 5, data, sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                  row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                  : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                    : CU_TENSOR_MAP_SWIZZLE_NONE,
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
