@@ -24,6 +24,16 @@ __device__ __forceinline__ void copy_async(uint32_t target, const void* source, 
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source), "n"(kBytes),
                "r"(valid ? kBytes : 0));
 }
+// Copies 16 bytes, or zeros where not `valid`, if `wanted`; without a branch.
+__device__ __forceinline__ void copy_async_16_if(bool wanted, uint32_t target, const void* source, bool valid) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.s32 p, %0, 0;\n"
+      "@p cp.async.cg.shared.global [%1], [%2], 16, %3;\n"
+      "}" ::"r"(int{wanted}),
+      "r"(target), "l"(source), "r"(valid ? 16 : 0));
+}
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
@@ -135,6 +145,39 @@ __device__ __forceinline__ void store_global(void* target, uint4 value) {
 __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+
+__device__ __forceinline__ void load_shared_row(uint32_t (&words)[2], uint32_t address) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address));
+}
+__device__ __forceinline__ void load_shared_row(uint32_t (&words)[1], uint32_t address) {
+  words[0] = load_shared_word(address);
+}
+// The other way, if `wanted`; without a branch.
+__device__ __forceinline__ void store_shared_word_if(bool wanted, uint32_t address, uint32_t value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.s32 p, %0, 0;\n"
+      "@p st.shared.u32 [%1], %2;\n"
+      "}" ::"r"(int{wanted}),
+      "r"(address), "r"(value));
+}
+// Four bytes of device memory, or two, or (neither) 0; without a branch.
+__device__ __forceinline__ uint32_t load_global_if(bool four, bool two, const void* source) {
+  uint32_t value;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.s32 p, %1, 0;\n"
+      "setp.ne.s32 q, %2, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "@p ld.global.b32 %0, [%3];\n"
+      "@q ld.global.u16 %0, [%3];\n"
+      "}"
+      : "=&r"(value)
+      : "r"(int{four}), "r"(int{two}), "l"(source));
   return value;
 }
 

@@ -22,8 +22,6 @@
 // one puts it in order.
 #pragma once
 
-#include <utility>
-
 #include "../live_tiles.cuh"
 #include "../tile_order.h"
 #include "logits.cuh"
@@ -297,16 +295,6 @@ __device__ __forceinline__ float sum_of_rows(uint32_t tile, int column) {
 }
 __device__ __forceinline__ int summed_column(int lane) { return lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2; }
 
-// run(0), ..., run(kCount - 1), with constants.
-template <class Run, int... kIndex>
-__device__ __forceinline__ void for_each_index(const Run& run, std::integer_sequence<int, kIndex...>) {
-  (run(std::integral_constant<int, kIndex>()), ...);
-}
-template <int kCount, class Run>
-__device__ __forceinline__ void for_each_index(const Run& run) {
-  for_each_index(run, std::make_integer_sequence<int, kCount>());
-}
-
 template <class T, int kM, int kN>
 __device__ __forceinline__ void pack_fragments(uint32_t (&packed)[kM][kN][2], const float (&x)[kM][kN][4]) {
 #pragma unroll
@@ -343,11 +331,8 @@ __device__ __forceinline__ void store_fragments(uint32_t first, const uint32_t (
 // that are not positive, and does not load `ahead`. `summed`: dbias is added up in a buffer of its own.
 template <class T>
 bool is_general(const Problem& p, bool bias_aligned, bool dbias_aligned, bool summed, bool ahead) {
-  if (!ahead || p.softcap != 0.0f || !(p.scale > 0.0f)) return true;
-  if (p.bits.present() && (p.start.present() || p.bits.col == 0)) return true;
+  if (!ahead || has_rare_logits<T>(p, bias_aligned)) return true;
   if (!p.bias.present() || (p.bias.row == 0 && p.bias.group == 0)) return false;
-  const DType same = std::is_same_v<T, __half> ? DType::kF16 : DType::kBF16;
-  if (p.bias_dtype != same || !bias_aligned) return true;
   return p.dbias.present() && (p.dbias.row == 0 || p.dbias.col == 0 || !dbias_aligned || summed || p.S % 8 != 0);
 }
 
@@ -816,21 +801,24 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
       }
       // Fragment order: [block of 16 x 8][warp][lane] of 4 values, so that a warp adds 512 neighbouring bytes.
       float* const target = scratch.dq + (head * scratch.rows + int64_t{this_tile} * kRows) * kHeadDim;
-#pragma unroll
-      for (int m = 0; m < kQM; ++m)
-#pragma unroll
-        for (int n = 0; n < kQN; ++n) {
-          float* const at = target + ((m * kQN + n) * kThreads + threadIdx.x) * 4;
-          const float (&y)[4] = part_dq[m][n];
+      const auto add = [&](int block) {
+        float* const at = target + (block * kThreads + threadIdx.x) * 4;
+        const float (&y)[4] = part_dq[block / kQN][block % kQN];
 #if __CUDA_ARCH__ >= 900
-          asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(y[0]), "f"(y[1]),
-                       "f"(y[2]), "f"(y[3])
-                       : "memory");
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(y[0]), "f"(y[1]),
+                     "f"(y[2]), "f"(y[3]));
 #else
 #pragma unroll
-          for (int i = 0; i < 4; ++i) ptx::reduce_add(at + i, y[i]);
+        for (int i = 0; i < 4; ++i) ptx::reduce_add(at + i, y[i]);
 #endif
-        }
+      };
+      constexpr int kBlocks = kQM * kQN;
+      multiply<T, kKM, kKN, kRows, kRows, kRows, true, true>(dk, ds_tile, q_tile, k_row, k_column,
+                                                             [&](int step, int steps) {
+#pragma unroll
+                                                               for (int block = 0; block < kBlocks; ++block)
+                                                                 if (block * steps / kBlocks == step) add(block);
+                                                             });
       if (p.deterministic) {
         __threadfence();
         __syncthreads();
@@ -838,7 +826,6 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kSmall>::kThreads, 1)
         if (threadIdx.x == 0) ptx::store_release(turn, ptx::load_acquire(turn) + 1);
       }
     }
-    multiply<T, kKM, kKN, kRows, kRows, kRows, true, true>(dk, ds_tile, q_tile, k_row, k_column);
     if (kStages == 1 && tile >= 0) {
       __syncthreads();
       load_queries(tile, 0);

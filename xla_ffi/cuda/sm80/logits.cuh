@@ -58,6 +58,19 @@ __device__ __forceinline__ float2 log_sum_exp(float reference, float total) {
 // A logit this low is hidden: see kHideBelow. What is added to the bias cannot move it across: it is under 1e22.
 __device__ __forceinline__ bool is_hidden(float logit) { return logit <= kHideBelow; }
 
+// The reference of a row that has seen nothing yet: a little above what is hidden.
+constexpr float kUnseen = -9.9999e29f;
+
+// Whether the logits of a call take what most do without: a soft cap, a scale that is not positive, intervals beside
+// bits, a mask that is the same for all keys, or a tile of biases that are not aligned or not of q's type.
+template <class T>
+bool has_rare_logits(const Problem& p, bool bias_aligned) {
+  if (p.softcap != 0.0f || !(p.scale > 0.0f)) return true;
+  if (p.bits.present() && (p.start.present() || p.bits.col == 0)) return true;
+  if (!p.bias.present() || (p.bias.row == 0 && p.bias.group == 0)) return false;
+  return p.bias_dtype != (std::is_same_v<T, __half> ? DType::kF16 : DType::kBF16) || !bias_aligned;
+}
+
 // For each row of a tile its query and head, in shared memory: divisions are slow, and
 // registers short.
 template <int kRows>
@@ -152,6 +165,14 @@ struct MaskTile {
     uint32_t mask;  // each half is the sign of a byte, eight times twice
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(mask) : "r"(word << 1), "r"(word), "n"(0xcc88 + 0x1111 * kByte));
     return mask;
+  }
+
+  // A pair of 16-bit biases, -inf where hidden.
+  template <class T, int kByte>
+  __device__ static uint32_t hide_pair(uint32_t pair, uint32_t word) {
+    constexpr uint32_t kHidden = std::is_same_v<T, __half> ? 0xfc00fc00 : 0xff80ff80;
+    const uint32_t mask = pair_mask<kByte>(word);
+    return (pair & mask) | (kHidden & ~mask);
   }
 
   // x = -inf where the bits are 0, for a warp whose columns begin at `column`.
@@ -280,13 +301,14 @@ __device__ __forceinline__ void scale_by(float (&x)[kM][kN][4], float factor) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Bias tiles in shared memory: kRows rows of kColumns elements of 2 or 4 bytes, 16-byte chunks swizzled by row.
+// Bias tiles in shared memory: kRows rows of kColumns elements of 2 or 4 bytes, 16-byte chunks swizzled by row so that
+// eight rows of a chunk are in different banks.
 
 template <int kColumns>
 __device__ __forceinline__ uint32_t bias_offset(int row, int column, int bytes) {
   const int chunks = kColumns * bytes / 16;  // a power of two, at least 4
   const int chunk = column * bytes / 16;
-  return row * (kColumns * bytes) + ((chunk ^ (row & (chunks < 8 ? chunks - 1 : 7))) * 16) + (column * bytes) % 16;
+  return row * (kColumns * bytes) + ((chunk ^ (chunks < 8 ? row / 2 % 4 : row % 8)) * 16) + (column * bytes) % 16;
 }
 
 // A bias that varies over queries. `base` is where the block's (batch entry, key/value head) begins.
@@ -381,6 +403,24 @@ struct BiasTile {
     }
   }
 };
+
+// x = x * factor + bias, of T in a tile, by ldmatrix: `first` is where the lane reads, for each row i of the fragments
+// (and where there are but two of those, for the next column block too), hide(pair, i, n) what becomes of a pair.
+template <class T, int kM, int kN, class Hide>
+__device__ __forceinline__ void add_bias(float (&x)[kM][kN][4], uint32_t first, float factor, const Hide& hide) {
+  constexpr int kTogether = 2 / kM;  // column blocks
+  for_each_index<kN / kTogether>([&](auto block_index) {
+    constexpr int block = decltype(block_index)::value * kTogether;
+    uint32_t pairs[4];
+    ptx::load_matrix(pairs, first ^ (block * 16));
+    for_each_index<4>([&](auto pair_index) {
+      constexpr int j = decltype(pair_index)::value, i = j % (2 * kM), n = block + j / (2 * kM);
+      const float2 b = ptx::unpack_bits<T>(hide(pairs[j], i, std::integral_constant<int, n>()));
+      float* const y = &x[i / 2][n][2 * (i % 2)];
+      y[0] = y[0] * factor + b.x, y[1] = y[1] * factor + b.y;
+    });
+  });
+}
 
 // Per-key bias: kColumns floats in shared memory.
 template <int kColumns, int kThreads>

@@ -4,6 +4,8 @@
 // 16-byte chunk c of row r lies at chunk c ^ (r % 8), so that the eight rows of an ldmatrix touch all banks.
 #pragma once
 
+#include <utility>
+
 #include "../../common/problem.h"
 #include "../ptx.cuh"
 
@@ -69,6 +71,16 @@ __device__ __forceinline__ void load_query_rows(uint32_t tile, const T* base, co
   }
 }
 
+// run(0), ..., run(kCount - 1), with constants.
+template <class Run, int... kIndex>
+__device__ __forceinline__ void for_each_index(const Run& run, std::integer_sequence<int, kIndex...>) {
+  (run(std::integral_constant<int, kIndex>()), ...);
+}
+template <int kCount, class Run>
+__device__ __forceinline__ void for_each_index(const Run& run) {
+  for_each_index(run, std::make_integer_sequence<int, kCount>());
+}
+
 // Where a warp reads matrix operands from a tile. Each lane keeps the address of its row of the first 8x8 matrices;
 // other blocks are an exclusive or (chunks within a panel) and a constant away, because blocks start at even chunks.
 //
@@ -122,14 +134,12 @@ struct OperandB {  // two neighbouring 16 x 8 blocks
 struct Nothing {
   __device__ void operator()(int, int) const {}
 };
-template <class T, int kM, int kN, int kK, int kARows, int kBRows, bool kATransposed, bool kBTransposed,
+template <class T, int kM, int kN, int kK, bool kATransposed, bool kBTransposed, int kARows, int kBRows,
           class Beside = Nothing>
-__device__ __forceinline__ void multiply(float (&c)[kM][kN][4], uint32_t a_tile, uint32_t b_tile, int row, int column,
+__device__ __forceinline__ void multiply(float (&c)[kM][kN][4], OperandA<kARows> a_operand, OperandB<kBRows> b_operand,
                                          const Beside& beside = {}) {
   constexpr int kPairs = kN / 2, kSteps = kK / 16 * kPairs;  // a step is one k block by one pair of column blocks
   constexpr int kAhead = kM == 1 ? 3 : 1, kBuffers = kAhead + 1;
-  const auto a_operand = OperandA<kARows>::template at<kATransposed>(a_tile, row);
-  const auto b_operand = OperandB<kBRows>::template at<kBTransposed>(b_tile, column);
   uint32_t a[kBuffers][kM][4], b[kBuffers][4];
   const auto load = [&](int step) {
     if (step >= kSteps) return;
@@ -153,6 +163,16 @@ __device__ __forceinline__ void multiply(float (&c)[kM][kN][4], uint32_t a_tile,
     }
     beside(step, kSteps);
   }
+}
+
+// The same, of tiles.
+template <class T, int kM, int kN, int kK, int kARows, int kBRows, bool kATransposed, bool kBTransposed,
+          class Beside = Nothing>
+__device__ __forceinline__ void multiply(float (&c)[kM][kN][4], uint32_t a_tile, uint32_t b_tile, int row, int column,
+                                         const Beside& beside = {}) {
+  multiply<T, kM, kN, kK, kATransposed, kBTransposed>(c, OperandA<kARows>::template at<kATransposed>(a_tile, row),
+                                                      OperandB<kBRows>::template at<kBTransposed>(b_tile, column),
+                                                      beside);
 }
 
 template <int kM, int kN>
