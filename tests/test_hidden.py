@@ -117,9 +117,10 @@ HIDING = {
     "minus_infinity_bf16": ("bfloat16", -np.inf),
     "minus_1e30_f32": ("float32", -1e30),
 }
+JUST_ABOVE = float(np.nextafter(np.float32(-1e30), np.float32(0)))  # the lowest float32 that hides nothing
 ORDINARY = {
     "finfo_min_f16": ("float16", -65504.0),
-    "just_above_minus_1e30": ("float32", float(np.nextafter(np.float32(-1e30), np.float32(0)))),
+    "just_above_minus_1e30": ("float32", JUST_ABOVE),
     "large_f16": ("float16", 65504.0),
     "finfo_max_bf16": ("bfloat16", float(jnp.finfo(jnp.bfloat16).max)),
     "finfo_max_f32": ("float32", float(jnp.finfo(jnp.float32).max)),
@@ -152,7 +153,7 @@ def test_extreme_bias(implementation, name, where):
         assert relative_error(got.out, want.out) <= 2e-2
 
 
-@pytest.mark.parametrize("value", [-9e29, -1e9, -1e6, 3e7])
+@pytest.mark.parametrize("value", [JUST_ABOVE, -9e29, -1e9, -1e6, 3e7])
 @pytest.mark.parametrize("bias", ["1NTS", "1K1S"])
 def test_rows_in_which_every_bias_is_huge(implementation, value, bias):
     """What is added to all logits of a row changes no gradient, also where float32 cannot hold log(sum) beside it."""

@@ -184,9 +184,11 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, ForwardShape
                                operands.bias + s * p.bias.col * (bias_f32 ? 4 : 2));
   };
   const auto write_key_bias = [&](uint32_t value) {
-    const uint32_t wide = bias_bf16 ? value << 16 : __float_as_uint(ptx::unpack<__half>(value).x);
+    const float wide = bias_f32    ? hide_low(__uint_as_float(value))
+                       : bias_bf16 ? __uint_as_float(value << 16)
+                                   : ptx::unpack<__half>(value).x;
     ptx::store_shared_word_if(threadIdx.x < kKeys, ptx::shared_address(bias_tile) + 4 * threadIdx.x,
-                              bias_f32 ? value : wide);
+                              __float_as_uint(wide));
   };
 
   float o[kM][kO][4];

@@ -58,8 +58,11 @@ __device__ __forceinline__ float2 log_sum_exp(float reference, float total) {
 // A logit this low is hidden: see kHideBelow. What is added to the bias cannot move it across: it is under 1e22.
 __device__ __forceinline__ bool is_hidden(float logit) { return logit <= kHideBelow; }
 
-// The reference of a row that has seen nothing yet: a little above what is hidden.
-constexpr float kUnseen = -9.9999e29f;
+// A float32 bias, -inf where it hides. (Of 16 bits none is so near to kHideBelow that this would matter.)
+__device__ __forceinline__ float hide_low(float bias) { return bias <= kHideBelow ? -INFINITY : bias; }
+
+// The reference of a row that has seen nothing yet: all that is visible is above it.
+constexpr float kUnseen = kHideBelow;
 
 // Whether the logits of a call take what most do without: a soft cap, a scale that is not positive, intervals beside
 // bits, a mask that is the same for all keys, or a tile of biases that are not aligned or not of q's type.
@@ -375,7 +378,9 @@ struct BiasTile {
       add_elements<uint32_t, kColumns>(x, tile, rows, column, queries, factor,
                                        [](uint32_t pair) { return ptx::unpack<T>(pair); });
     else if (p.bias_dtype == DType::kF32)
-      add_elements<float2, kColumns>(x, tile, rows, column, queries, factor, [](float2 pair) { return pair; });
+      add_elements<float2, kColumns>(x, tile, rows, column, queries, factor, [](float2 pair) {
+        return make_float2(hide_low(pair.x), hide_low(pair.y));
+      });
     else
       add_elements<uint32_t, kColumns>(x, tile, rows, column, queries, factor,
                                        [](uint32_t pair) { return ptx::unpack<Other>(pair); });
