@@ -98,7 +98,7 @@ def attention(
                 start, end = same_shape(mask.start, mask.end)
                 q, k, v, start, end, bias = mesh.align_varying((q, k, v, start, end, bias))
                 out, lse = kept_keys.attention(
-                    functools.partial(_attend_intervals, dataclasses.replace(call, causal=False)),
+                    functools.partial(_attend, dataclasses.replace(call, causal=False, unwritten=True)),
                     *(q, k, v, start, end, bias),
                     R=path.run_length,
                     live=mask.live,
@@ -148,10 +148,6 @@ def _attend(call, q, k, v, visibility, bias):
     else:
         out, lse = op.attend(call, q, k, v, visibility, bias)
     return out, lse[..., 0]
-
-
-def _attend_intervals(call, q, k, v, start, end, bias):
-    return _attend(call, q, k, v, _interval_visibility(start, end, q, k), bias)
 
 
 def _interval_visibility(start, end, q, k):

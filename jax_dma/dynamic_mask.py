@@ -15,7 +15,7 @@ from flax import nnx
 
 from jax_dma import masks
 from jax_dma.attention import attention
-from jax_dma.select import _ordered_bits
+from jax_dma.select import ordered_bits
 
 _SCORES = {"exp": jnp.exp, "linear": lambda x: x}
 
@@ -224,11 +224,11 @@ class DynamicMaskAttention(nnx.Module):
 
 def _insert(cache, key, value, score, valid, ranks):
     """The cache with one more token, if the keys that it competes with let it in."""
-    order = jnp.where(cache.position >= 0, _ordered_bits(ranks(cache.score, cache.position))[0], 0)
+    order = jnp.where(cache.position >= 0, ordered_bits(ranks(cache.score, cache.position))[0], 0)
     lowest = order.min(-1, keepdims=True)
     # Of the lowest-ranked keys the latest leaves, as ties are kept by age.
     slot = jnp.argmax(jnp.where(order == lowest, cache.position, -2), -1)
-    enters = _ordered_bits(ranks(score, cache.length))[0] > lowest
+    enters = ordered_bits(ranks(score, cache.length))[0] > lowest
     if valid is not None:
         enters = enters & valid[..., None, :]
     slot = jnp.where(enters[..., 0], slot, order.shape[-1])  # past the end: not written
@@ -264,7 +264,7 @@ def _append(cache, key, value, score, valid):
 def _keep(key, value, score, ranks, position, valid, cache):
     """The cache of those tokens that are kept."""
     slots = cache.position.shape[-1]
-    order = jnp.where(valid[..., None, :], _ordered_bits(ranks)[0], 0)
+    order = jnp.where(valid[..., None, :], ordered_bits(ranks)[0], 0)
     order, chosen = jax.lax.top_k(order, slots)  # ties: the lower index
     take = lambda x: jnp.take_along_axis(x, jnp.swapaxes(chosen, -1, -2)[..., None], axis=-3)
     score, position = (jnp.take_along_axis(x, chosen, axis=-1) for x in (score, position))

@@ -7,9 +7,9 @@ queries: O(T) memory. The runs become a batch axis, the intervals are shifted to
 ordinary kernels do the rest. They compute on ``live + R`` keys a query instead of S, and within a run they skip tiles
 as they always do.
 
-A list begins with the keys that all queries of its run see, in order, and then has the others, in order. So nearly all
-tiles of a long list need no masking, and where keys enter and leave one after another (scores that rise, say) the rest
-is a band, of which tiles are skipped.
+A list begins with the keys that all queries of its run see, so nearly all tiles of a long list need no masking. Then
+come the others that its first query sees, from those that stay longest to those that leave first, and then those that
+enter later, in order: keys that are seen at the same time lie side by side, and tiles before and after are skipped.
 """
 
 import dataclasses
@@ -21,26 +21,29 @@ import jax.numpy as jnp
 
 from jax_dma.implementations import ffi
 from jax_dma.primitives import with_cuda_kernel
-from jax_dma.tiles import KEY_TILE
+from jax_dma.tiles import KEY_TILE, MOST_TILES_WITHOUT_WORDS, Visibility, interval_bounds
 
-_LONGEST_RUN = 4096
+_LONGEST_RUN, _LONG_RUN = 4096, 2048
 _ENOUGH_TILES = 2048  # 16 for each processor of an H200
+_STEPS = 128  # kSteps in xla_ffi/cuda/kept_keys/kept_keys.cu
 
 
 def run_length(query_length, key_length, live, heads=1):
     """R for a call of so many (batch entry, key/value head)s.
 
-    About ``live`` where that leaves enough tiles of keys to fill a device, otherwise half of it: longer runs gather
-    less. None where gathering would not save at least two thirds of the work.
+    About ``live``, or twice that up to 2,048, if it leaves enough tiles of keys to fill a device; otherwise less, down
+    to half of ``live``: longer runs gather less. None where gathering would not save at least two thirds of the work.
     """
     if live is None or min(query_length, key_length, live) < 1:
         return None
     half = 1 << max(live // 2, KEY_TILE // 2).bit_length() - 1
-    for R in (2 * half, half):
-        R = min(R, _LONGEST_RUN, query_length)
-        tiles = heads * -(-query_length // R) * -(-live // KEY_TILE)
-        if (R <= half or tiles >= _ENOUGH_TILES) and 3 * list_length(key_length, live, R) <= key_length:
-            return R
+    R = max(2 * half, min(4 * half, _LONG_RUN))
+    while R >= half:
+        run = min(R, _LONGEST_RUN, query_length)
+        tiles = heads * -(-query_length // run) * -(-live // KEY_TILE)
+        if (R == half or tiles >= _ENOUGH_TILES) and 3 * list_length(key_length, live, run) <= key_length:
+            return run
+        R //= 2
     return None
 
 
@@ -65,8 +68,8 @@ def attention(attend, q, k, v, start, end, bias, *, R, live, causal, differentia
     """Attention over the kept keys only.
 
     Args:
-      attend: a function of (q, k, v, start, end, bias) to (out, lse), without a causal rule, for arrays with one more
-        batch axis (the runs).
+      attend: a function of (q, k, v, visibility, bias) to (out, lse), without a causal rule, for arrays with one more
+        batch axis (the runs). Key tiles of which nothing is seen may hold anything in k and v.
       q, k, v, bias: as for :func:`jax_dma.attention`; bias does not vary over queries.
       start, end: int32 ``[*batch|1, K|1, S]``, of one shape.
       R: queries of a run.
@@ -82,12 +85,20 @@ def attention(attend, q, k, v, start, end, bias, *, R, live, causal, differentia
         start = jnp.maximum(start, (jnp.arange(S, dtype=jnp.int32) - (S - T)).reshape((1,) * (start.ndim - 1) + (S,)))
     length = list_length(S, live, R)
     listed = Lists.of(start, end, T=T, R=R, length=length)
-    gather = take if differentiable_in_every_mode else take_by_kernel
-    k, v = gather(listed, k), gather(listed, v)
+    gather = gather_rows = take
+    if not differentiable_in_every_mode:
+        gather, gather_rows = take_by_kernel, functools.partial(take_by_kernel, fill=_fills())
+    k, v = gather_rows(listed, k), gather_rows(listed, v)
     if bias is not None:
         bias = _runs_of_bias(gather, listed, bias)
-    out, lse = attend(_split_runs(q, R), k, v, listed.first, listed.last, bias)
+    visibility = Visibility(start=listed.first, end=listed.last, bounds=listed.bounds)
+    out, lse = attend(_split_runs(q, R), k, v, visibility, bias)
     return _join_runs(out, T, 2), _join_runs(lse, T, 1)
+
+
+def _fills():
+    """Whether rows that no kernel reads are written: half of k and v, but a search for NaN looks at them."""
+    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
 
 
 def _split_runs(x, R):
@@ -114,7 +125,7 @@ def _runs_of_bias(gather, listed, bias):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["keys", "first", "last", "counts", "offsets", "places", "start", "end"],
+    data_fields=["keys", "first", "last", "bounds", "counts", "offsets", "places", "start", "end"],
     meta_fields=["T", "R"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +133,11 @@ class Lists:
     """Which keys the queries of each run see.
 
     Attributes:
-      keys: int32 ``[*batch, runs, heads, length]``: first those that every query of the run sees, then the others, both
-        in order, then S. The first is -1 in a run that sees more than ``length``.
+      keys: int32 ``[*batch, runs, heads, length]``: first those that every query of the run sees; then the others that
+        its first query sees, from the last to leave to the first, to a 128th of the run; then those that enter later.
+        Among equals in order. Then S. The first is -1 in a run that sees more than ``length``.
       first, last: int32, the same shape, the intervals of these keys, counted from the run's first query.
+      bounds: theirs, as in :class:`jax_dma.tiles.Visibility`.
       counts: int32 ``[*batch, runs, heads, 2]``: how many keys the whole run sees, and how many there are in all.
       offsets, places: for the kernel that sums, where each key is listed (xla_ffi/cuda/kept_keys/kept_keys.h); int32
         ``[*batch, heads, S]`` and ``[*batch, heads, runs * length]``. 0 where that kernel is not used.
@@ -135,6 +148,7 @@ class Lists:
     keys: jax.Array
     first: jax.Array
     last: jax.Array
+    bounds: jax.Array
     counts: jax.Array
     offsets: jax.Array
     places: jax.Array
@@ -158,11 +172,13 @@ def _list_keys_plain(start, end, *, T, R, length):
         t0, t1 = run * R, jnp.minimum((run + 1) * R, T)
         seen = (start < jnp.minimum(end, t1)) & (end > t0)
         whole = seen & (start <= t0) & (end >= t1)
-        among_whole, among_others = jnp.cumsum(whole, dtype=jnp.int32), jnp.cumsum(seen & ~whole, dtype=jnp.int32)
-        counts = jnp.stack([among_whole[-1], among_whole[-1] + among_others[-1]])
-        place = jnp.where(whole, among_whole - 1, counts[0] + among_others - 1)
-        place = jnp.where(seen, place, length)
+        counts = jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in (whole, seen)])
+        place = jnp.where(seen, jnp.cumsum(seen, dtype=jnp.int32) - 1, length)
         keys = jnp.full(length, S, jnp.int32).at[place].set(jnp.arange(S, dtype=jnp.int32), mode="drop")
+        at = jnp.minimum(keys, S - 1)
+        by_end = _STEPS - (end[at] - t0 - 1) // -(-R // _STEPS)
+        order = jnp.where(start[at] > t0, _STEPS + 1, jnp.where(end[at] >= t1, 0, by_end))
+        keys = keys[jnp.argsort(jnp.where(keys < S, order, _STEPS + 2), stable=True)]
         at = jnp.minimum(keys, S - 1)
         first = jnp.where(keys < S, jnp.clip(start[at] - t0, 0, R), 0)
         last = jnp.where(keys < S, jnp.clip(end[at] - t0, 0, R), 0)
@@ -172,24 +188,31 @@ def _list_keys_plain(start, end, *, T, R, length):
     of_row = lambda start, end: jax.lax.map(functools.partial(of_run, start, end), jnp.arange(runs, dtype=jnp.int32))
     results = jax.vmap(of_row)(start.reshape(-1, S), end.reshape(-1, S))
     lists = (jnp.moveaxis(x.reshape((*batch, runs, x.shape[-1])), -2, -3) for x in results)
-    return *lists, jnp.zeros_like(start), jnp.zeros_like(start, shape=(*batch, runs * length))
+    keys, first, last, counts = lists
+    bounds = interval_bounds(first, last, first.shape[-2], first.shape[-2])
+    offsets, places = jnp.zeros_like(start), jnp.zeros_like(start, shape=(*batch, runs * length))
+    return keys, first, last, bounds, counts, offsets, places
 
 
 def _list_keys_kernel(start, end, *, T, R, length):
     start, end = jnp.broadcast_arrays(start, end)
     *batch, S = start.shape
     listed = (*batch[:-1], -(-T // R), batch[-1])
-    groups, chunks = -(-S // 128), -(-S // 4096)  # xla_ffi/cuda/kept_keys/kept_keys.h
-    shapes = [(*listed, length)] * 3 + [(*listed, 2), (*batch, S), (*batch, listed[-2] * length)]
+    groups, chunks = -(-S // 128), -(-S // 1024)  # xla_ffi/cuda/kept_keys/kept_keys.h
+    shapes = [(*listed, length)] * 3 + [(*listed, 4, -(-length // KEY_TILE)), (*listed, 2)]
+    shapes += [(*batch, S), (*batch, listed[-2] * length)]
     shapes += [(*batch, 4, S), (*batch, groups, 2), (*batch, chunks + 1, 2)]  # scratch
     results = ffi.custom_call(
         "list_keys", [(shape, jnp.int32) for shape in shapes], start, end, query_length=T, run_length=R
     )
-    return results[:6]
+    keys, first, last, bounds, *rest = results[:7]
+    if bounds.shape[-1] > MOST_TILES_WITHOUT_WORDS:
+        bounds = interval_bounds(first, last, batch[-1], batch[-1])
+    return keys, first, last, bounds, *rest
 
 
 _list_keys = with_cuda_kernel(
-    "list_keys", _list_keys_plain, _list_keys_kernel, (("n.", "n."), (*[".n."] * 4, "n.", "n."))
+    "list_keys", _list_keys_plain, _list_keys_kernel, (("n.", "n."), (*[".n."] * 3, ".n..", ".n.", "n.", "n."))
 )
 
 
@@ -207,7 +230,7 @@ def take(listed, x):
     return _take_plain(listed.keys, x)[0]
 
 
-def _take_plain(keys, x):
+def _take_plain(keys, x, *, fill=True):
     if x.shape[-2] > 1 and keys.shape[-2] > 1:  # lists of key/value heads, rows of query heads
         keys = jnp.repeat(keys, x.shape[-2] // keys.shape[-2], axis=-2)
     *_, runs, heads, length = keys.shape
@@ -219,11 +242,11 @@ def _take_plain(keys, x):
     return (rows.astype(x.dtype).reshape((*rows.shape[:-3], runs, length, *rows.shape[-2:])),)
 
 
-def _take_kernel(keys, x):
+def _take_kernel(keys, x, *, fill):
     batch = jnp.broadcast_shapes(keys.shape[:-3], x.shape[:-3])
     heads = max(keys.shape[-2], x.shape[-2])
     shape = (*batch, keys.shape[-3], keys.shape[-1], heads, x.shape[-1])
-    return ffi.custom_call("take_keys", [(shape, x.dtype)], keys, x)
+    return ffi.custom_call("take_keys", [(shape, x.dtype)], keys, x, fill=fill)
 
 
 _take = with_cuda_kernel("take_keys", _take_plain, _take_kernel, (("rn.", ".n."), ("r.n.",)))
@@ -257,17 +280,20 @@ def _sum_kernel(keys, offsets, places, start, end, rows, *, T, R, dtype):
 _sum = with_cuda_kernel("sum_keys", _sum_plain, _sum_kernel, ((".n.", *["n."] * 4, "..n."), (".n.",)))
 
 
-@jax.custom_vjp
-def take_by_kernel(listed, x):
-    """:func:`take`, by a kernel where there is one. Its gradient is summed run by run, in a fixed order."""
-    return _take(listed.keys, x)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def take_by_kernel(listed, x, fill=True):
+    """:func:`take`, by a kernel where there is one. Its gradient is summed run by run, in a fixed order.
+
+    Unless ``fill``, the kernel leaves those key tiles of a list unwritten that have no key.
+    """
+    return _take(listed.keys, x, fill=fill)[0]
 
 
-def _take_forward(listed, x):
-    return take_by_kernel(listed, x), (listed, x)
+def _take_forward(listed, x, fill):
+    return take_by_kernel(listed, x, fill), (listed, x)
 
 
-def _take_backward(residuals, rows):
+def _take_backward(fill, residuals, rows):
     listed, x = residuals
     return None, _sum_by_kernel(listed, jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax_dma import mesh
 from jax_dma.implementations import ffi
 from jax_dma.primitives import with_cuda_kernel
-from jax_dma.select import select
+from jax_dma.select import ordered_bits, select
 
 _NEVER = 0  # start and end of a key that nobody sees
 
@@ -349,11 +349,10 @@ def _top_k_row(scores, segment_ids, valid, *, window, T, is_causal):
         eligible = eligible & (segment_ids >= 0)
         first_query, last_query = jnp.clip(first - (S - T), 0, T), jnp.clip(last - (S - T), 0, T)
     # Rank within the segment: eligible before not, numbers before NaN, high before low, early before late.
-    key = _descending_key(scores, eligible)
-    _, order = jax.lax.sort((key, position), num_keys=1, is_stable=True)
+    order, rank = _rank(_descending_key(scores, eligible))
     if segment_ids is not None:
-        _, order = jax.lax.sort((first[order], order), num_keys=1, is_stable=True)
-    rank = jnp.zeros(S, jnp.int32).at[order].set(position)
+        order = order[_rank(first[order].astype(jnp.uint32))[0]]
+        rank = jnp.zeros(S, jnp.int32).at[order].set(position)
     outranked_by = rank - first  # how many keys of the segment outrank this one
 
     if not is_causal:
@@ -370,22 +369,41 @@ def _top_k_row(scores, segment_ids, valid, *, window, T, is_causal):
 
 def _descending_key(scores, eligible):
     """Unsigned integers that sort from the highest score to the lowest, then NaN, then what is not eligible."""
-    if scores.dtype != jnp.float64:
+    if scores.dtype not in (jnp.float64, jnp.bfloat16, jnp.float16):
         scores = scores.astype(jnp.float32)
-    unsigned = {4: jnp.uint32, 8: jnp.uint64}[scores.dtype.itemsize]
-    most = unsigned(jnp.iinfo(unsigned).max)
-    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, jnp.zeros_like(scores), scores), unsigned)
-    key = jnp.where(bits > most >> 1, bits, (most >> 1) - bits)  # negative numbers have the sign bit: larger is lower
-    key = jnp.where(jnp.isnan(scores), most - 1, key)
-    return jnp.where(eligible, key, most)
+    key = ~ordered_bits(scores)[0]
+    return jnp.where(eligible, key, ~jnp.zeros_like(key))
+
+
+def _rank_plain(keys):
+    """The place of the r-th of ``[..., S]`` unsigned keys, equals in order, and the rank of the key at each place."""
+    position = jax.lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
+    _, order = jax.lax.sort((keys, position), num_keys=1, is_stable=True)
+    rank = jnp.put_along_axis(jnp.zeros_like(order), order, position, axis=-1, inplace=False)
+    return order, rank
+
+
+def _rank_kernel(keys):
+    rows, S = math.prod(keys.shape[:-1]), keys.shape[-1]
+    bits = sum(max(n - 1, 0).bit_length() for n in (rows, S)) + 8 * keys.dtype.itemsize
+    if keys.dtype not in (jnp.uint16, jnp.uint32) or bits > 64 or not 0 < rows * S < 2**31 - 1:
+        return None
+    # Scratch: two arrays of 64-bit words, and what CUB's sort needs, which is less than a byte a key and 64 KiB.
+    scratch = [((rows, S, 2), jnp.uint32)] * 2 + [((rows * S // 4 + 16384,), jnp.uint32)]
+    order, rank, *_ = ffi.custom_call("rank", [((rows, S), jnp.int32)] * 2 + scratch, keys.reshape(rows, S))
+    return order.reshape(keys.shape), rank.reshape(keys.shape)
+
+
+_rank = with_cuda_kernel("rank", _rank_plain, _rank_kernel, ((".",), (".", ".")))
 
 
 def _kth_smallest_row(values, low, high, k):
     """The k-th smallest (from 0) of ``values[low[i]:high[i]]`` for every i; values are a permutation of 0..S-1.
 
     A wavelet matrix walked while it is built: one stable partition of the values by each bit, most significant first.
-    A result that is not above its own index i, or where the range holds fewer than k + 1 values, is unspecified: the
-    kernel leaves such a search early, with something up to i.
+    Only for what :func:`top_k` asks: ``values`` has segments of neighbours, each in another order, ``low[i]`` is where
+    the segment of i begins, and ``values[high[i]] == i``. A result that is not above its own index i, or where the
+    range holds fewer than k + 1 values, is unspecified: the kernel has something up to i there.
     """
     S = values.shape[0]
     position = jnp.arange(S, dtype=jnp.int32)
@@ -425,15 +443,12 @@ def _kth_smallest_plain(values, low, high, *, k):
 def _kth_smallest_kernel(values, low, high, *, k):
     shape, rows = _rows(values, low, high)
     count, S = rows[0].shape
-    chunks = -(-S // 1024)  # xla_ffi/cuda/order_statistic/order_statistic.h
-    scratch = [(count, S)] * 5 + [(count, S + 1, 4), (count, chunks, 4)]
+    scratch = [(count, -(-S // 1024), 256), (count, S, 4), (count,)]  # xla_ffi/cuda/order_statistic/order_statistic.h
     results = [(size, jnp.int32) for size in [(count, S), *scratch]]
     return (ffi.custom_call("kth_smallest", results, *rows, k=k)[0].reshape(shape),)
 
 
-_kth_smallest = with_cuda_kernel(
-    "kth_smallest", _kth_smallest_plain, _kth_smallest_kernel, ((".", ".", "."), (".",))
-)
+_kth_smallest = with_cuda_kernel("kth_smallest", _kth_smallest_plain, _kth_smallest_kernel, ((".", ".", "."), (".",)))
 
 
 def dense_top_k(bias, window, *, is_causal=False, mask=None):

@@ -41,6 +41,7 @@ class Call:
     has_bias: bool = False
     want_dbias: bool = False  # backward only
     vmapped: int = 0  # leading axes that batching added: gradients are never summed over them
+    unwritten: bool = False  # k and v may hold anything in key tiles of which the intervals show nothing
     bias_dtype: str | None = None  # attend is given a wider bias than this, for the sake of its gradient's sums
 
     def unflatten(self, operands):
@@ -94,6 +95,15 @@ def _backward_types(*operands, call, devices):
     return types
 
 
+def _without_unwritten(call, operands):
+    """Operands for what multiplies hidden values by 0 where our kernels do not read them."""
+    if not call.unwritten:
+        return operands
+    q, k, v, visibility, *_ = call.unflatten(operands)
+    seen = jnp.swapaxes(visibility.start < visibility.end, -1, -2)[..., None]
+    return [q, jnp.where(seen, k, 0), jnp.where(seen, v, 0), *operands[3:]]
+
+
 def _forward_xla(*operands, call):
     q, k, v, visibility, bias, _ = call.unflatten(operands)
     return xla.attention(q, k, v, visibility, bias, causal=call.causal, scale=call.scale, softcap=call.softcap)
@@ -127,6 +137,8 @@ def _make_primitive(name, types, on_xla, on_ffi):
 
     def run(platform, call, *operands):
         chosen = choice.choose(platform, call, operands)
+        if chosen in ("pallas", "xla"):
+            operands = _without_unwritten(call, operands)
         with jax.named_scope(f"jax_dma.{name}.{chosen}"):
             if chosen == "pallas" and all(x.size for x in operands):
                 from jax_dma.implementations import pallas  # not before it is needed: it imports a compiler
@@ -234,7 +246,7 @@ def _gradient_backward(call, residuals, cotangents):
     # chain rule through them is in here.
     def gradient(q, k, v, bias, dout, dlse):
         described, operands = _flatten(call, q, k, v, visibility, bias, out, lse, dout, dlse)
-        return tuple(_backward_xla(*operands, call=described, given=False))
+        return tuple(_backward_xla(*_without_unwritten(described, operands), call=described, given=False))
 
     _, vjp = jax.vjp(gradient, q, k, v, bias, dout, dlse)
     dq, dk, dv, dbias, ddout, ddlse = vjp(cotangents)

@@ -54,7 +54,7 @@ def _select_plain(scores, *mask, window, causal, packed, devices=None):
 
 
 def _search(scores, visible, index, window):
-    key, bits = _ordered_bits(scores)
+    key, bits = ordered_bits(scores)
     key = jnp.where(visible, key, jnp.zeros_like(key))
     count = lambda chosen: chosen.sum(-1, keepdims=True, dtype=jnp.int32)
     # The window-th largest key, bit by bit: the largest threshold that at least `window` keys reach.
@@ -78,7 +78,7 @@ def _search(scores, visible, index, window):
     return (above | (tied & (index < cut))) & visible
 
 
-def _ordered_bits(x):
+def ordered_bits(x):
     """Unsigned integers that order as x does, and their width. -0 and +0 tie, NaN becomes 1 and nothing becomes 0.
 
     In integers alone: backends disagree on whether a comparison of floats takes subnormal ones for 0.

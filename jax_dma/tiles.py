@@ -13,7 +13,7 @@ import jax.numpy as jnp
 KEY_TILE = 128
 TILE_ROWS = 128
 _WORD = 32
-_MOST_TILES_WITHOUT_WORDS = 128  # kMostTilesWithoutWords in xla_ffi/common/problem.h
+MOST_TILES_WITHOUT_WORDS = 128  # kMostTilesWithoutWords in xla_ffi/common/problem.h
 _INT32 = jnp.iinfo(jnp.int32)
 _ALL_ONES = 0xFFFFFFFF
 
@@ -121,7 +121,7 @@ def interval_bounds(start, end, N, K):
         x = _pad_last(x, KEY_TILE, padding)
         x = reducer(_split_last(x, KEY_TILE), -1)
         x = x if heads in (1, K) else reducer(x.reshape((*batch, K, N // K) + x.shape[-1:]), -2)
-        if x.shape[-1] <= _MOST_TILES_WITHOUT_WORDS:
+        if x.shape[-1] <= MOST_TILES_WITHOUT_WORDS:
             return x
         return jnp.concatenate([x, reducer(_split_last(_pad_last(x, _WORD, padding), _WORD), -1)], axis=-1)
 

@@ -85,6 +85,36 @@ def test_longer_runs(linear, pattern, monkeypatch):
     check(mask, q, k, v, bias, linear)
 
 
+@pytest.mark.parametrize("name", ["one mask for all heads and entries", "bias of each query head"])
+def test_what_the_kernel_leaves_unwritten_reaches_no_result(linear, name, monkeypatch):
+    """NaN in each key tile of a list that has no key, in gradients of gradients too."""
+    whole = kept_keys.take_by_kernel
+
+    def take(listed, x, fill=True):
+        rows = whole(listed, x)
+        first_of_tile = jnp.repeat(listed.keys[..., ::128], 128, -1)
+        unseen = jnp.swapaxes(first_of_tile == x.shape[-3], -1, -2)[..., None]
+        poisoned.append(unseen.any())
+        return rows if fill else jnp.where(unseen, jnp.nan, rows)
+
+    S, case = 801, CASES[name]
+    q, k, v, bias = operands(5, (2,), S, S, 4, 2, 16, case["bias_heads"], dtype_of(linear), case.get("bias_batch"))
+    drawn = np.random.default_rng(6).standard_normal((*case.get("mask_shape", (2, 2)), S))
+    mask = masks.top_k(jnp.asarray(drawn, jnp.float32), 100)
+
+    def first(*x):
+        call = lambda *x: jax_dma.attention(*x[:3], mask, x[3], implementation=linear)
+        return jax.vjp(call, *x)[1](q)
+
+    second = lambda *x: jax.vjp(first, *x)[1]((q, k, v, bias))
+    want, poisoned = [first(q, k, v, bias), second(q, k, v, bias)], []
+    monkeypatch.setattr(kept_keys, "take_by_kernel", take)
+    got = [first(q, k, v, bias), second(q, k, v, bias)]
+    close = lambda x, y: np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=2e-2, atol=2e-2)
+    jax.tree.map(close, got, want)
+    assert linear == "xla" or poisoned[0], "no tile was empty: the test would show nothing"
+
+
 CASES = {
     "one mask for all heads and entries": dict(mask_shape=(1, 1), bias_heads=1, bias_batch=(1,)),
     "one mask, a bias for each query head": dict(mask_shape=(1, 1), bias_heads=4),
@@ -169,7 +199,7 @@ def test_kernels_do_what_plain_jax_does(seed):
     length = int(rng.choice([128, 1024, 9088]))
     on_gpu = kept_keys.Lists.of(start, end, T=T, R=R, length=length)
     want = kept_keys._list_keys_plain(start, end, T=T, R=R, length=length)
-    for got, want in zip((on_gpu.keys, on_gpu.first, on_gpu.last, on_gpu.counts), want):
+    for got, want in zip((on_gpu.keys, on_gpu.first, on_gpu.last, on_gpu.bounds, on_gpu.counts), want):
         np.testing.assert_array_equal(got, want)
 
     dtype = (jnp.bfloat16, jnp.float16, jnp.float32)[seed % 3]
@@ -177,6 +207,10 @@ def test_kernels_do_what_plain_jax_does(seed):
         x = jnp.asarray(rng.standard_normal((*x_batch, S, x_heads, channels)), dtype)
         rows = kept_keys.take_by_kernel(on_gpu, x)
         np.testing.assert_array_equal(rows.astype(jnp.float32), kept_keys.take(on_gpu, x).astype(jnp.float32))
+        has_key = np.repeat(np.asarray(on_gpu.keys)[..., ::128] < S, 128, -1)[..., :length].swapaxes(-1, -2)[..., None]
+        has_key = np.broadcast_to(np.repeat(has_key, rows.shape[-2] // heads, -2), rows.shape)
+        written = np.asarray(kept_keys.take_by_kernel(on_gpu, x, False).astype(jnp.float32))
+        np.testing.assert_array_equal(written[has_key], np.asarray(rows.astype(jnp.float32))[has_key])
         overflow = np.asarray(on_gpu.counts)[..., 1].max() > length
         if not overflow:
             weights = jnp.asarray(rng.standard_normal(rows.shape), dtype)
@@ -195,6 +229,14 @@ def test_the_lists():
     np.testing.assert_array_equal(lists.first[:, 0], [[0, 0, 0, 3, 2, 0], [0, 0, 0, 0, 0, 0]])
     np.testing.assert_array_equal(lists.last[:, 0], [[4, 4, 2, 4, 4, 0], [4, 4, 2, 2, 0, 0]])
     np.testing.assert_array_equal(lists.counts[:, 0], [[2, 5], [2, 4]])
+
+
+def test_keys_that_leave_together_are_listed_together():
+    """First what every query sees, then what the first one sees, from the last to leave on, then the others."""
+    start = jnp.asarray([[0, 0, 0, 1, 0, 0]], jnp.int32)
+    end = jnp.asarray([[1, 3, 9, 9, 2, 3]], jnp.int32)
+    lists = kept_keys.Lists.of(start, end, T=4, R=4, length=8)
+    np.testing.assert_array_equal(lists.keys[0, 0], [2, 1, 5, 4, 0, 3, 6, 6])
 
 
 def test_nothing_to_gather(linear):
@@ -218,15 +260,17 @@ def test_when_it_gathers():
 
 
 def test_run_length():
-    """About `live`, or half of it where that would leave few tiles, or where a list would be too long."""
+    """About `live`, twice that if it is short, or half of it where there would be few tiles, or lists too long."""
     for (T, live, heads), want in {
         (131_072, 2048, 8): 2048,
         (131_072, 4096, 8): 4096,
+        (131_072, 1024, 8): 2048,
+        (131_072, 512, 8): 1024,
         (131_072, 9000, 8): 4096,
         (131_072, 2048, 1): 1024,
         (12_000, 2048, 64): 1024,
         (8192, 512, 8): 256,
-        (8192, 512, 64): 512,
+        (8192, 512, 64): 1024,
         (8192, 4096, 64): None,
     }.items():
         assert kept_keys.run_length(T, T, live, heads) == want, (T, live, heads)
@@ -235,6 +279,7 @@ def test_run_length():
 
 def test_no_array_is_larger_than_the_lists(linear):
     """O(T) memory at fixed w: doubling T doubles the largest array."""
+
     def largest(T):
         q, k, v, bias = operands(11, (1,), T, T, 2, 2, 8, 2, dtype_of(linear))
         drawn = jnp.zeros((1, 2, T))

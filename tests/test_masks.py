@@ -198,6 +198,23 @@ def test_top_k_of_lower_precision_scores():
         assert np.array_equal(seen, kept(np.asarray(scores[0, head], np.float64), 4, s <= p))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "nasty", "bits"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_top_k_by_kernels(dtype, kind):
+    """The intervals that plain JAX finds, bit by bit."""
+    rng = np.random.default_rng(11)
+    build = jax.jit(lambda x, ids, window: masks.top_k(x, window, segment_ids=ids), static_argnums=2)
+    for S, window, segmented in [(1, 1, 0), (700, 30, 1), (5000, 512, 0), (5000, 1, 1), (140_008, 2048, 0)]:
+        scores = scores_of_a_kind(rng, kind, (2, 3, S), jnp.dtype(dtype))
+        ids = np.sort(rng.integers(0, 5, (2, S))) if segmented else None
+        by_kernel, plain = (
+            build(*jax.device_put((scores, ids), jax.devices(name)[0]), window) for name in ("cuda", "cpu")
+        )
+        np.testing.assert_array_equal(by_kernel.start, plain.start)
+        np.testing.assert_array_equal(by_kernel.end, plain.end)
+
+
 def test_top_k_then_window():
     """`&` intersects: top-k first, then the window; live is the smaller of the two."""
     scores = np.random.default_rng(3).standard_normal((2, 1, 20)).astype(np.float32)

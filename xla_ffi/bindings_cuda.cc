@@ -14,6 +14,7 @@ NB_MODULE(_cuda, module) {
     handlers["jax_dma_select"] = nb::capsule(reinterpret_cast<void*>(jax_dma::cuda::select_handler));
     handlers["jax_dma_forward"] = nb::capsule(reinterpret_cast<void*>(jax_dma::cuda::forward_handler));
     handlers["jax_dma_backward"] = nb::capsule(reinterpret_cast<void*>(jax_dma::cuda::backward_handler));
+    handlers["jax_dma_rank"] = nb::capsule(reinterpret_cast<void*>(jax_dma::cuda::rank_handler));
     handlers["jax_dma_kth_smallest"] = nb::capsule(reinterpret_cast<void*>(jax_dma::cuda::kth_smallest_handler));
     handlers["jax_dma_list_keys"] = nb::capsule(reinterpret_cast<void*>(jax_dma::cuda::list_keys_handler));
     handlers["jax_dma_take_keys"] = nb::capsule(reinterpret_cast<void*>(jax_dma::cuda::take_keys_handler));

@@ -37,11 +37,12 @@ bool batch_offset(Dims dims, size_t rest, Dims full, size_t full_rest, int64_t u
   return true;
 }
 
-// start, end [*batch, heads, S] -> keys, first, last [*batch, runs, heads, length], counts [*batch, runs, heads, 2],
-// offsets [*batch, heads, S], places [*batch, heads, runs * length], and scratch.
+// start, end [*batch, heads, S] -> keys, first, last [*batch, runs, heads, length], bounds of tiles [*batch, runs,
+// heads, 4, length / 128], counts [*batch, runs, heads, 2], offsets [*batch, heads, S], places [*batch, heads, runs *
+// length], and scratch.
 ffi::Error list_keys(cudaStream_t stream, int64_t T, int64_t R, Ints start, Ints end, IntsOut keys, IntsOut first,
-                     IntsOut last, IntsOut counts, IntsOut offsets, IntsOut places, IntsOut entries, IntsOut bounds,
-                     IntsOut chunk_counts) {
+                     IntsOut last, IntsOut bounds_of_tiles, IntsOut counts, IntsOut offsets, IntsOut places,
+                     IntsOut entries, IntsOut bounds, IntsOut chunk_counts) {
   const Dims dims = start.dimensions(), list = keys->dimensions();
   if (dims.size() < 2 || list.size() != dims.size() + 1 || T < 1 || R < 1)
     return invalid("malformed list of kept keys");
@@ -52,6 +53,7 @@ ffi::Error list_keys(cudaStream_t stream, int64_t T, int64_t R, Ints start, Ints
   p.T = T, p.R = static_cast<int>(R), p.runs = static_cast<int>(ceil_div(T, R)),
   p.length = static_cast<int>(list[rank + 2]);
   p.keys = keys->typed_data(), p.first = first->typed_data(), p.last = last->typed_data();
+  p.bounds_of_tiles = bounds_of_tiles->typed_data();
   p.counts = counts->typed_data(), p.offsets = offsets->typed_data(), p.places = places->typed_data();
   p.entries = entries->typed_data(), p.bounds = reinterpret_cast<int2*>(bounds->typed_data());
   p.chunk_counts = reinterpret_cast<int2*>(chunk_counts->typed_data());
@@ -59,8 +61,9 @@ ffi::Error list_keys(cudaStream_t stream, int64_t T, int64_t R, Ints start, Ints
   const auto has = [](IntsOut& x, int64_t count) { return static_cast<int64_t>(x->element_count()) == count; };
   const int64_t listed = rows * p.runs * p.length;
   if (static_cast<int64_t>(end.element_count()) != rows * p.S || !has(keys, listed) || !has(first, listed) ||
-      !has(last, listed) || !has(counts, 2 * rows * p.runs) || !has(entries, 4 * rows * p.S) ||
-      !has(offsets, rows * p.S) || !has(places, listed) || int64_t{p.runs} * p.length > INT32_MAX / 16 ||
+      !has(last, listed) || p.length % kKeyTile != 0 || !has(bounds_of_tiles, listed / kKeyTile * 4) ||
+      !has(counts, 2 * rows * p.runs) || !has(entries, 4 * rows * p.S) || !has(offsets, rows * p.S) ||
+      !has(places, listed) || int64_t{p.runs} * p.length > INT32_MAX / 16 ||
       !has(bounds, 2 * rows * ceil_div(p.S, kept_keys::kGroup)) ||
       !has(chunk_counts, 2 * rows * (ceil_div(p.S, kept_keys::kChunk) + 1)))
     return invalid("a list of kept keys has the wrong size");
@@ -68,7 +71,7 @@ ffi::Error list_keys(cudaStream_t stream, int64_t T, int64_t R, Ints start, Ints
 }
 
 // keys [*batch, runs, key heads, length], x [*batch, S, heads|1, channels] -> [*batch, runs, length, heads, channels]
-ffi::Error take_keys(cudaStream_t stream, Ints keys, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> rows) {
+ffi::Error take_keys(cudaStream_t stream, int64_t fill, Ints keys, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> rows) {
   const Dims key_dims = keys.dimensions(), x_dims = x.dimensions(), dims = rows->dimensions();
   kept_keys::TakeProblem p{};
   if (dims.size() < 4 || !batch_offset(key_dims, 3, dims, 4, 1, &p.keys_at)) return invalid("malformed take: keys");
@@ -79,6 +82,7 @@ ffi::Error take_keys(cudaStream_t stream, Ints keys, ffi::AnyBuffer x, ffi::Resu
   p.outer = product(dims, 0, rank), p.S = x_dims[rank], p.runs = static_cast<int>(dims[rank]);
   p.length = static_cast<int>(dims[rank + 1]), p.heads = static_cast<int>(dims[rank + 2]);
   p.key_heads = static_cast<int>(key_dims[rank + 1]), p.x_heads = static_cast<int>(x_dims[rank + 1]);
+  p.fill = fill != 0;
   p.row_bytes = static_cast<int>(dims[rank + 3] * ffi::ByteWidth(rows->element_type()));
   const bool right = key_dims[rank] == p.runs && key_dims[rank + 2] == p.length && x_dims[rank + 2] == dims[rank + 3] &&
                      p.key_heads > 0 && p.heads % p.key_heads == 0 && (p.x_heads == 1 || p.x_heads == p.heads) &&
@@ -142,12 +146,17 @@ XLA_FFI_DEFINE_HANDLER(kListKeys, list_keys,
                            .Ret<Ints>()
                            .Ret<Ints>()
                            .Ret<Ints>()
+                           .Ret<Ints>()
                            .Ret<Ints>(),
                        {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(
-    kTakeKeys, take_keys,
-    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Arg<Ints>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
-    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kTakeKeys, take_keys,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Attr<int64_t>("fill")
+                           .Arg<Ints>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<ffi::AnyBuffer>(),
+                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kSumKeys, sum_keys,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<cudaStream_t>>()

@@ -11,7 +11,7 @@
 namespace jax_dma::kept_keys {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kThreads = 256, kWarps = kThreads / 32, kEach = kChunk / kThreads;
 
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ uint32_t lanes_below() { return (1u << lane()) - 1; }
@@ -43,15 +43,16 @@ __device__ __forceinline__ int sum_up_to_lane(int value) {
 
 // The runs whose queries see a key: `count` from `first` on.
 struct Runs {
-  int first, count;
+  int first = 0, count = 0;
 
+  __device__ Runs() {}
   __device__ Runs(int start, int end, int T, int R) {
     start = max(start, 0), end = min(end, T);
     first = start / R, count = start < end ? (end - 1) / R - first + 1 : 0;
   }
 };
 __device__ __forceinline__ Runs runs_of(const ListsProblem& p, const int32_t* start, const int32_t* end, int64_t s) {
-  return s < p.S ? Runs(start[s], end[s], static_cast<int>(p.T), p.R) : Runs(0, 0, 0, 1);
+  return s < p.S ? Runs(start[s], end[s], static_cast<int>(p.T), p.R) : Runs();
 }
 
 __global__ void __launch_bounds__(kThreads) jax_dma_count_kept_keys(const ListsProblem p, int chunks) {
@@ -60,9 +61,9 @@ __global__ void __launch_bounds__(kThreads) jax_dma_count_kept_keys(const ListsP
   const int chunk = static_cast<int>(blockIdx.x % chunks);
   const int32_t *start = p.start + row * p.S, *end = p.end + row * p.S;
   int count = 0, runs = 0;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kChunk; i += kThreads) {
-    const Runs of_key = runs_of(p, start, end, int64_t{chunk} * kChunk + i);
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const Runs of_key = runs_of(p, start, end, int64_t{chunk} * kChunk + j * kThreads + threadIdx.x);
     count += of_key.count > 0, runs += of_key.count;
   }
   count = __reduce_add_sync(~0u, count), runs = __reduce_add_sync(~0u, runs);
@@ -71,12 +72,17 @@ __global__ void __launch_bounds__(kThreads) jax_dma_count_kept_keys(const ListsP
   if (threadIdx.x == 0) p.chunk_counts[row * (chunks + 1) + chunk] = total;
 }
 
+// A warp has kEach * 32 neighbouring keys.
 __global__ void __launch_bounds__(kThreads) jax_dma_compact_kept_keys(const ListsProblem p, int chunks) {
   __shared__ int shared[2][kWarps];
   const int64_t row = blockIdx.x / chunks;
   const int chunk = static_cast<int>(blockIdx.x % chunks), room = p.runs * p.length;
   const int32_t *start = p.start + row * p.S, *end = p.end + row * p.S;
   const int2* const counts = p.chunk_counts + row * (chunks + 1);
+  const int64_t s0 = int64_t{chunk} * kChunk + static_cast<int>(threadIdx.x) / 32 * (32 * kEach) + lane();
+  Runs runs[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) runs[j] = runs_of(p, start, end, s0 + 32 * j);
   int before = 0;
   int64_t runs_before = 0;
   for (int i = threadIdx.x; i < chunk; i += kThreads) before += counts[i].x, runs_before += counts[i].y;
@@ -85,23 +91,28 @@ __global__ void __launch_bounds__(kThreads) jax_dma_compact_kept_keys(const List
   int base, runs_base;
   prefix_over_warps(before, shared[0], &base);
   prefix_over_warps(static_cast<int>(min(runs_before, int64_t{room})), shared[1], &runs_base);
-  for (int i = threadIdx.x; i < kChunk; i += kThreads) {
-    const int64_t s = int64_t{chunk} * kChunk + i;
-    const Runs runs = runs_of(p, start, end, s);
-    const uint32_t votes = __ballot_sync(~0u, runs.count > 0);
-    const int up_to = sum_up_to_lane(runs.count);
-    int total, runs_total;
-    const int place = base + prefix_over_warps(__popc(votes), shared[0], &total) + __popc(votes & lanes_below());
-    const int runs_of_warps = prefix_over_warps(__shfl_sync(~0u, up_to, 31), shared[1], &runs_total);
-    const int offset = min(runs_base + runs_of_warps + up_to - runs.count, room);
-    if (s < p.S) p.offsets[row * p.S + s] = offset;
-    if (runs.count > 0) {
-      int32_t* const entry = p.entries + row * 4 * p.S + place;
-      entry[0] = static_cast<int32_t>(s), entry[p.S] = start[s], entry[2 * p.S] = end[s];
-      entry[3 * p.S] = offset - runs.first;
-    }
-    base += total, runs_base = min(runs_base + runs_total, room);
+  uint32_t votes[kEach];
+  int found = 0, of_warp = 0, total, runs_total;
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    votes[j] = __ballot_sync(~0u, runs[j].count > 0);
+    found += __popc(votes[j]), of_warp += runs[j].count;
   }
+  int place0 = base + prefix_over_warps(found, shared[0], &total);
+  runs_base += prefix_over_warps(__reduce_add_sync(~0u, of_warp), shared[1], &runs_total);
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const int64_t s = s0 + 32 * j;
+    const int up_to = sum_up_to_lane(runs[j].count), offset = min(runs_base + up_to - runs[j].count, room);
+    if (s < p.S) p.offsets[row * p.S + s] = offset;
+    if (runs[j].count > 0) {
+      int32_t* const entry = p.entries + row * 4 * p.S + place0 + __popc(votes[j] & lanes_below());
+      entry[0] = static_cast<int32_t>(s), entry[p.S] = start[s], entry[2 * p.S] = end[s];
+      entry[3 * p.S] = offset - runs[j].first;
+    }
+    place0 += __popc(votes[j]), runs_base += __shfl_sync(~0u, up_to, 31);
+  }
+  base += total;
   if (chunk == chunks - 1 && threadIdx.x == 0) p.chunk_counts[row * (chunks + 1) + chunks].x = base;
 }
 
@@ -119,113 +130,200 @@ __global__ void __launch_bounds__(kThreads) jax_dma_bound_kept_keys(const ListsP
   if (lane() == 0) p.bounds[index] = make_int2(smallest, largest);
 }
 
-__global__ void __launch_bounds__(kThreads) jax_dma_list_kept_keys(const ListsProblem p, int chunks, int groups) {
-  __shared__ int shared[kWarps], live[kThreads];
+// In which order a run's keys are listed: those that all of it sees; then those that its first query sees, the longer
+// the earlier, in steps of a 128th of the run; then the others.
+constexpr int kSteps = 128, kClasses = kSteps + 2;
+__device__ __forceinline__ int list_class(int start, int end, int t0, int t1, int step) {
+  return start > t0 ? kSteps + 1 : end >= t1 ? 0 : kSteps - (end - t0 - 1) / step;
+}
+
+__global__ void __launch_bounds__(kThreads, 1) jax_dma_list_kept_keys(const ListsProblem p, int chunks, int groups) {
+  __shared__ int shared[kWarps], live[kThreads], before[kWarps][kClasses];
   const int run = blockIdx.x % p.runs;
   const int64_t row = blockIdx.x / p.runs, outer = row / p.heads, head = row % p.heads;
-  const int t0 = run * p.R, t1 = min(t0 + p.R, static_cast<int>(p.T));
+  const int t0 = run * p.R, t1 = min(t0 + p.R, static_cast<int>(p.T)), step = (p.R + kSteps - 1) / kSteps;
   const int32_t *const entries = p.entries + row * 4 * p.S, *const start = entries + p.S, *const end = start + p.S,
                        *const offset = end + p.S;
   const int count = p.chunk_counts[row * (chunks + 1) + chunks].x, used = (count + kGroup - 1) / kGroup;
   const int64_t list = (outer * p.runs + run) * p.heads + head;
   int32_t *const keys = p.keys + list * p.length, *const first = p.first + list * p.length,
                  *const last = p.last + list * p.length;
+  const int room = p.runs * p.length;
+  int32_t* const places = p.places + row * room;
 
-  // Twice over the same keys: those that the whole run sees are listed first, and then the others.
-  int listed = 0, whole_count = 0;
-  for (int pass = 0; pass < 2; ++pass) {
-    for (int g0 = 0; g0 < used; g0 += kThreads) {
-      // Which of the next groups have a key that the run sees.
-      const int g = g0 + threadIdx.x;
-      bool alive = false;
-      if (g < used) {
-        const int2 bound = p.bounds[row * groups + g];
-        alive = bound.x < t1 && bound.y > t0;
+  // First in order: `first` takes the keys' entries and `last` their classes.
+  int listed = 0, whole_of_warp = 0;
+  for (int g0 = 0; g0 < used; g0 += kThreads) {
+    // Which of the next groups have a key that the run sees.
+    const int g = g0 + threadIdx.x;
+    bool alive = false;
+    if (g < used) {
+      const int2 bound = p.bounds[row * groups + g];
+      alive = bound.x < t1 && bound.y > t0;
+    }
+    const uint32_t votes = __ballot_sync(~0u, alive);
+    int lives;
+    const int place = prefix_over_warps(__popc(votes), shared, &lives) + __popc(votes & lanes_below());
+    if (alive) live[place] = g;
+    __syncthreads();
+    for (int i = 0; i < lives; i += kWarps) {  // a group a warp
+      const int turn = i + static_cast<int>(threadIdx.x) / 32;
+      int of_key[kGroup / 32], class_of[kGroup / 32], found = 0;
+      uint32_t mine[kGroup / 32];
+#pragma unroll
+      for (int j = 0; j < kGroup / 32; ++j) {
+        const int at = turn < lives ? live[turn] * kGroup + 32 * j + lane() : count;
+        bool seen = false;
+        if (at < count) {
+          const int from = start[at], to = end[at];
+          of_key[j] = offset[at] + run;
+          seen = from < t1 && to > t0, class_of[j] = list_class(from, to, t0, t1, step);
+        }
+        mine[j] = __ballot_sync(~0u, seen);
+        whole_of_warp += __popc(__ballot_sync(~0u, seen && class_of[j] == 0));
+        found += __popc(mine[j]);
       }
-      const uint32_t votes = __ballot_sync(~0u, alive);
-      int lives;
-      const int place = prefix_over_warps(__popc(votes), shared, &lives) + __popc(votes & lanes_below());
-      if (alive) live[place] = g;
-      __syncthreads();
-      for (int i = 0; i < lives; i += kWarps) {  // a group a warp
-        const int turn = i + static_cast<int>(threadIdx.x) / 32;
-        int key[kGroup / 32], from[kGroup / 32], to[kGroup / 32], of_key[kGroup / 32], found = 0;
-        uint32_t mine[kGroup / 32];
+      int total;
+      int base = listed + prefix_over_warps(found, shared, &total);
+      listed += total;
 #pragma unroll
-        for (int j = 0; j < kGroup / 32; ++j) {
-          const int at = turn < lives ? live[turn] * kGroup + 32 * j + lane() : count;
-          bool take = false;
-          if (at < count) {
-            key[j] = entries[at], from[j] = start[at], to[j] = end[at], of_key[j] = offset[at] + run;
-            const bool seen = from[j] < t1 && to[j] > t0, whole = from[j] <= t0 && to[j] >= t1;
-            take = seen && whole == (pass == 0);
-          }
-          mine[j] = __ballot_sync(~0u, take);
-          found += __popc(mine[j]);
+      for (int j = 0; j < kGroup / 32; ++j) {
+        const int at = base + __popc(mine[j] & lanes_below());
+        if ((mine[j] >> lane() & 1) != 0) {
+          if (at < p.length) first[at] = live[turn] * kGroup + 32 * j + lane(), last[at] = class_of[j];
+          else if (of_key[j] < room) places[of_key[j]] = -1;
         }
-        int total;
-        int base = listed + prefix_over_warps(found, shared, &total);
-        listed += total;
-#pragma unroll
-        for (int j = 0; j < kGroup / 32; ++j) {
-          const int at = base + __popc(mine[j] & lanes_below());
-          if ((mine[j] >> lane() & 1) != 0) {
-            const bool fits = at < p.length;
-            if (of_key[j] < p.runs * p.length) p.places[row * p.runs * p.length + of_key[j]] = fits ? at : -1;
-            if (fits) {
-              keys[at] = key[j];
-              first[at] = min(max(from[j] - t0, 0), p.R), last[at] = min(max(to[j] - t0, 0), p.R);
-            }
-          }
-          base += __popc(mine[j]);
-        }
+        base += __popc(mine[j]);
       }
     }
-    if (pass == 0) whole_count = listed;
+  }
+
+  // Then class by class: counted, and then placed. A warp has a part of the list, kEach keys a lane at a time.
+  const int warp = static_cast<int>(threadIdx.x) / 32, n = min(listed, p.length);
+  const int part = (n + kThreads - 1) / kThreads * 32, end_of_part = min((warp + 1) * part, n);
+  int* const mine = before[warp];
+  const auto over_part = [&](bool place) {
+    for (int i0 = warp * part; i0 < end_of_part; i0 += 32 * kEach) {
+      int class_of[kEach], entry[kEach];
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const int i = i0 + 32 * j + lane();
+        class_of[j] = -1;
+        if (i < end_of_part) class_of[j] = last[i], entry[j] = first[i];
+      }
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const uint32_t alike = __match_any_sync(~0u, class_of[j]), earlier = alike & lanes_below();
+        const bool there = class_of[j] >= 0;
+        const int at = there ? mine[class_of[j]] : 0;
+        __syncwarp();
+        if (there && earlier == 0) mine[class_of[j]] = at + __popc(alike);
+        __syncwarp();
+        if (there && place) keys[at + __popc(earlier)] = entry[j];
+      }
+    }
+    __syncthreads();
+  };
+  for (int i = threadIdx.x; i < kWarps * kClasses; i += kThreads) before[0][i] = 0;
+  __syncthreads();
+  over_part(false);
+  const int c = static_cast<int>(threadIdx.x);
+  int of_class = 0, total;
+  for (int w = 0; w < kWarps && c < kClasses; ++w) of_class += before[w][c];
+  const int up_to = sum_up_to_lane(of_class);
+  int sum = prefix_over_warps(__shfl_sync(~0u, up_to, 31), shared, &total) + up_to - of_class;
+  for (int w = 0; w < kWarps && c < kClasses; ++w) {
+    const int of_warp = before[w][c];
+    before[w][c] = sum, sum += of_warp;
+  }
+  __syncthreads();
+  over_part(true);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < n; i += kThreads) {
+    const int entry = keys[i], of_key = offset[entry] + run;
+    if (of_key < room) places[of_key] = i;
+    keys[i] = entries[entry];
+    first[i] = min(max(start[entry] - t0, 0), p.R), last[i] = min(max(end[entry] - t0, 0), p.R);
   }
   for (int i = listed + static_cast<int>(threadIdx.x); i < p.length; i += kThreads)
     keys[i] = static_cast<int32_t>(p.S), first[i] = 0, last[i] = 0;
-  __syncthreads();
+  int whole_count;
+  prefix_over_warps(whole_of_warp, shared, &whole_count);
   if (threadIdx.x == 0) {
     p.counts[2 * list] = whole_count, p.counts[2 * list + 1] = listed;
     if (listed > p.length) keys[0] = -1, first[0] = 0, last[0] = p.R;
   }
+  __syncthreads();
+  const int tiles = p.length / kKeyTile;
+  int32_t* const bounds = p.bounds_of_tiles + list * 4 * tiles;
+#pragma unroll 1
+  for (int tile = warp; tile < tiles; tile += kWarps) {
+    int first_start = INT32_MAX, last_end = INT32_MIN, last_start = INT32_MIN, first_end = INT32_MAX;
+#pragma unroll
+    for (int j = 0; j < kKeyTile / 32; ++j) {
+      const int i = tile * kKeyTile + 32 * j + lane(), from = first[i], to = last[i];
+      const bool empty = from >= to;
+      first_start = min(first_start, empty ? INT32_MAX : from), last_end = max(last_end, empty ? INT32_MIN : to);
+      last_start = max(last_start, empty ? INT32_MAX : from), first_end = min(first_end, empty ? INT32_MIN : to);
+    }
+    first_start = __reduce_min_sync(~0u, first_start), last_end = __reduce_max_sync(~0u, last_end);
+    last_start = __reduce_max_sync(~0u, last_start), first_end = __reduce_min_sync(~0u, first_end);
+    if (lane() < 4)
+      bounds[lane() * tiles + tile] = lane() == 0   ? first_start
+                                      : lane() == 1 ? last_end
+                                      : lane() == 2 ? last_start
+                                                    : first_end;
+  }
 }
 
 // How a block copies rows of a list. The heads of a slot lie side by side, `width` pieces in all: a thread has one of
-// the columns, and kSlots slots that are `together` apart.
+// the columns, and kSlots slots that are `together` apart; then, `turn` slots on, the same again, so that blocks whose
+// list ends early have less to do instead of nothing.
 struct TakeBlocks {
-  int per_row, width, columns, together, of_columns, of_list;
+  int per_row, width, columns, together, of_columns, of_list, turn;
 };
-constexpr int kSlots = 8;
+constexpr int kSlots = 8, kTurns = 4, kEnoughBlocks = 4096;
 
 template <class Piece>
-__global__ void __launch_bounds__(kThreads) jax_dma_take_kept_keys(const TakeProblem p, const TakeBlocks blocks) {
+__global__ void __launch_bounds__(kThreads, 4) jax_dma_take_kept_keys(const TakeProblem p, const TakeBlocks blocks) {
   const int list = blockIdx.x / static_cast<unsigned>(blocks.of_list), rest = blockIdx.x - list * blocks.of_list;
   const int batch = list / p.runs, run = list - batch * p.runs;
   const int above = static_cast<int>(threadIdx.x) / blocks.columns, part = rest / blocks.of_columns;
   const int column =
       (rest - part * blocks.of_columns) * blocks.columns + static_cast<int>(threadIdx.x) - above * blocks.columns;
   if (above >= blocks.together || column >= blocks.width) return;
-  const int first = part * (kSlots * blocks.together) + above, head = column / blocks.per_row;
+  const int head = column / blocks.per_row;
   const int32_t* const keys =
       p.keys + p.keys_at(batch) + (int64_t{run} * p.key_heads + head / (p.heads / p.key_heads)) * p.length;
   const int stride = p.x_heads * blocks.per_row, from = p.x_heads == 1 ? column - head * blocks.per_row : column;
   const Piece* const x = static_cast<const Piece*>(p.x) + p.x_at(batch) * blocks.per_row + from;
-  Piece* const rows = static_cast<Piece*>(p.rows) + (int64_t{list} * p.length + first) * blocks.width + column;
-  int32_t key[kSlots];
-  Piece value[kSlots];
+  Piece* const rows = static_cast<Piece*>(p.rows) + int64_t{list} * p.length * blocks.width + column;
+  const auto in_use = [&](int slot) {  // whether its tile is: after a tile without a key there are no others
+    return slot < p.length && (p.fill || keys[slot / kKeyTile * kKeyTile] != p.S);
+  };
+  int first = part * (kSlots * blocks.together) + above, turns = 0;
 #pragma unroll
-  for (int i = 0; i < kSlots; ++i)
-    key[i] = first + i * blocks.together < p.length ? keys[first + i * blocks.together] : static_cast<int32_t>(p.S);
+  for (int i = 0; i < kTurns; ++i) turns += (i == 0 || blocks.turn > 0) && in_use(first + i * blocks.turn);
+#pragma unroll 1
+  for (; turns > 0; --turns, first += blocks.turn) {
+    int32_t key[kSlots];
+    Piece value[kSlots];
+    uint32_t written = 0;
 #pragma unroll
-  for (int i = 0; i < kSlots; ++i) {
-    if (key[i] >= 0 && key[i] < p.S) value[i] = x[int64_t{key[i]} * stride];
-    else memset(&value[i], key[i] < 0 ? 0xff : 0, sizeof(Piece));  // all ones are NaN in every type
+    for (int i = 0; i < kSlots; ++i) {
+      const int slot = first + i * blocks.together;
+      key[i] = slot < p.length ? keys[slot] : static_cast<int32_t>(p.S);
+      written |= static_cast<uint32_t>(in_use(slot)) << i;
+    }
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      if (key[i] >= 0 && key[i] < p.S) value[i] = x[int64_t{key[i]} * stride];
+      else memset(&value[i], key[i] < 0 ? 0xff : 0, sizeof(Piece));  // all ones are NaN in every type
+    }
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i)
+      if ((written >> i & 1) != 0) rows[int64_t{first + i * blocks.together} * blocks.width] = value[i];
   }
-#pragma unroll
-  for (int i = 0; i < kSlots; ++i)
-    if (first + i * blocks.together < p.length) rows[int64_t{i} * blocks.together * blocks.width] = value[i];
 }
 
 // Neighbouring elements that are read or written together.
@@ -392,7 +490,10 @@ cudaError_t launch_take(const TakeProblem& p, cudaStream_t stream) {
     blocks.per_row = p.row_bytes / static_cast<int>(sizeof(piece)), blocks.width = p.heads * blocks.per_row;
     blocks.columns = std::min(blocks.width, kThreads), blocks.together = kThreads / blocks.columns;
     blocks.of_columns = static_cast<int>(ceil_div(blocks.width, blocks.columns));
-    blocks.of_list = blocks.of_columns * static_cast<int>(ceil_div(p.length, kSlots * blocks.together));
+    const int slots = kSlots * blocks.together, parts = static_cast<int>(ceil_div(p.length, slots));
+    const bool many = lists * parts * blocks.of_columns >= kEnoughBlocks;
+    const int of_turn = many ? static_cast<int>(ceil_div(parts, kTurns)) : parts;
+    blocks.turn = many ? of_turn * slots : 0, blocks.of_list = blocks.of_columns * of_turn;
     jax_dma_take_kept_keys<decltype(piece)><<<lists * blocks.of_list, kThreads, 0, stream>>>(p, blocks);
     return cudaGetLastError();
   };

@@ -29,6 +29,7 @@ struct ListsProblem {
   int64_t outer, T, S;
   int heads, R, runs, length;
   int32_t *keys, *first, *last;  // [outer, runs, heads, length]
+  int32_t* bounds_of_tiles;      // [outer, runs, heads, 4, length / 128]: as in jax_dma/tiles.py
   int32_t* counts;               // [outer, runs, heads, 2]: keys seen by the whole run, keys in all
   // The other way round: the places of a key in the lists of its runs, run by run, begin at its offset; -1 is past the
   // end of a list. Offsets and places end with the room that there is: so many only if a list is too short.
@@ -40,7 +41,7 @@ struct ListsProblem {
   int2* bounds;        // [outer, heads, groups]
   int2* chunk_counts;  // [outer, heads, chunks + 1]
 };
-constexpr int kChunk = 4096, kGroup = 128;
+constexpr int kChunk = 1024, kGroup = 128;
 cudaError_t launch_lists(const ListsProblem& problem, cudaStream_t stream);
 
 struct TakeProblem {
@@ -50,6 +51,7 @@ struct TakeProblem {
   BatchOffset keys_at, x_at;  // in elements of keys, and in rows of x
   int64_t outer, S;
   int runs, length, key_heads, x_heads, heads, row_bytes;
+  bool fill;  // zeros after the end of a list; otherwise only to the end of a key tile, and what follows is not written
 };
 cudaError_t launch_take(const TakeProblem& problem, cudaStream_t stream);
 

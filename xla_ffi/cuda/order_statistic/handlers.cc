@@ -15,32 +15,27 @@ namespace {
 using Ints = ffi::Buffer<ffi::S32>;
 using IntsOut = ffi::Result<Ints>;
 
-// values, low, high [rows, S] -> result [rows, S], and scratch: five more of those, counts [rows, S + 1, 4], of chunks.
-ffi::Error kth_smallest(cudaStream_t stream, int64_t k, Ints values, Ints low, Ints high, IntsOut result,
-                        IntsOut ordered, IntsOut reordered, IntsOut from, IntsOut to, IntsOut remaining, IntsOut before,
-                        IntsOut of_chunks) {
-  const auto dims = values.dimensions();
+// order, first, rank [rows, S] -> result [rows, S], and scratch: counts [rows, chunks, parts], candidates [rows, S, 4],
+// found [rows].
+ffi::Error kth_smallest(cudaStream_t stream, int64_t k, Ints order, Ints first, Ints rank, IntsOut result,
+                        IntsOut counts, IntsOut candidates, IntsOut found) {
+  const auto dims = order.dimensions();
   const auto has = [](const auto& x, int64_t count) { return static_cast<int64_t>(x.element_count()) == count; };
   const int64_t rows = dims.size() == 2 ? dims[0] : 0, S = dims.size() == 2 ? dims[1] : 0, all = rows * S;
-  if (dims.size() != 2 || S >= INT32_MAX || k < 0 || k > INT32_MAX || !has(low, all) || !has(high, all) ||
-      !has(*result, all) || !has(*ordered, all) || !has(*reordered, all) || !has(*from, all) || !has(*to, all) ||
-      !has(*remaining, all) || !has(*before, 4 * rows * (S + 1)) ||
-      !has(*of_chunks, 4 * rows * ((S + order_statistic::kChunk - 1) / order_statistic::kChunk)))
+  if (dims.size() != 2 || S >= INT32_MAX || k < 0 || k > INT32_MAX || !has(first, all) || !has(rank, all) ||
+      !has(*result, all) || !has(*candidates, 4 * all) || !has(*found, rows) ||
+      !has(*counts, rows * ceil_div(S, order_statistic::kChunk) * order_statistic::kParts))
     return invalid("malformed order statistic");
-  const order_statistic::Problem p{values.typed_data(),
-                                   low.typed_data(),
-                                   high.typed_data(),
+  const order_statistic::Problem p{order.typed_data(),
+                                   first.typed_data(),
+                                   rank.typed_data(),
                                    rows,
                                    static_cast<int>(S),
                                    static_cast<int>(k),
                                    result->typed_data(),
-                                   ordered->typed_data(),
-                                   reordered->typed_data(),
-                                   reinterpret_cast<int4*>(before->typed_data()),
-                                   reinterpret_cast<int4*>(of_chunks->typed_data()),
-                                   from->typed_data(),
-                                   to->typed_data(),
-                                   remaining->typed_data()};
+                                   counts->typed_data(),
+                                   reinterpret_cast<int4*>(candidates->typed_data()),
+                                   found->typed_data()};
   return check_launch(order_statistic::launch(p, stream), "top_k");
 }
 
@@ -53,10 +48,6 @@ XLA_FFI_DEFINE_HANDLER(kKthSmallest, kth_smallest,
                            .Arg<Ints>()
                            .Arg<Ints>()
                            .Arg<Ints>()
-                           .Ret<Ints>()
-                           .Ret<Ints>()
-                           .Ret<Ints>()
-                           .Ret<Ints>()
                            .Ret<Ints>()
                            .Ret<Ints>()
                            .Ret<Ints>()

@@ -1,167 +1,201 @@
-// A wavelet matrix of two bits a level, walked while it is built: level by level, from the most significant bits, the
-// values are partitioned stably by their digit, and every query follows the quarter that holds its answer. Two kernels
-// a level: one moves the queries by the level before and counts the digits of each chunk, the other places the values.
-// Rows of 131,072 stay in the L2 cache. Most queries are at rest after a level or two: their answer lies before them.
+// Positions are cut into 256 parts. A table says how many of the first keys in order of rank lie in each part. From it
+// a key finds the part in which its answer lies; for most keys that is before their own, and they are done: they never
+// enter. A warp a key searches the parts of the others (of 131,072 random keys and k = 2,047 some 11,000).
 #include "order_statistic.h"
-
-#include <utility>
 
 namespace jax_dma::order_statistic {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kEach = kChunk / kThreads;
-constexpr int kAtRest = -1;  // what remains of such a query
+static_assert(kParts == kThreads, "a thread a part");
 
-// How many values have digit 0, 1 and 2.
-struct Counts {
-  int of[3];
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+__device__ __forceinline__ uint32_t lanes_below() { return (1u << lane()) - 1; }
 
-  __device__ __forceinline__ void add(const Counts& more) {
+// Inclusive prefix sum over the lanes of a warp.
+__device__ __forceinline__ int sum_up_to_lane(int value) {
 #pragma unroll
-    for (int d = 0; d < 3; ++d) of[d] += more.of[d];
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int before = __shfl_up_sync(~0u, value, distance);
+    if (lane() >= distance) value += before;
   }
-  // How many of the first `count` values, of which these are the counts, have the digit.
-  __device__ __forceinline__ int operator()(int digit, int count) const {
-    return digit == 0 ? of[0] : digit == 1 ? of[1] : digit == 2 ? of[2] : count - of[0] - of[1] - of[2];
-  }
-  // How many have a smaller digit.
-  __device__ __forceinline__ int below(int digit) const {
-    return (digit > 0 ? of[0] : 0) + (digit > 1 ? of[1] : 0) + (digit > 2 ? of[2] : 0);
-  }
-};
-__device__ __forceinline__ Counts counts_at(const int4* at) {
-  const int4 counts = *at;
-  return {{counts.x, counts.y, counts.z}};
+  return value;
 }
 
-__device__ __forceinline__ Counts sum_over_warp(Counts counts) {
+__global__ void __launch_bounds__(kThreads) jax_dma_order_statistic_count(const Problem p, int chunks, int part_bits) {
+  __shared__ int counts[kParts];
+  const int64_t row = blockIdx.x / chunks;
+  const int chunk = static_cast<int>(blockIdx.x % chunks), t = static_cast<int>(threadIdx.x);
+  counts[t] = 0;
+  __syncthreads();
 #pragma unroll
-  for (int d = 0; d < 3; ++d) counts.of[d] = __reduce_add_sync(~0u, counts.of[d]);
-  return counts;
+  for (int j = 0; j < kEach; ++j) {
+    const int r = chunk * kChunk + j * kThreads + t;
+    if (r >= p.S) continue;
+    atomicAdd(&counts[p.order[row * p.S + r] >> part_bits], 1);
+    p.result[row * p.S + r] = 0;
+  }
+  __syncthreads();
+  p.counts[(row * chunks + chunk) * kParts + t] = counts[t];
+  if (chunk == 0 && t == 0) p.found[row] = 0;
 }
 
-// Moves the queries of a chunk to the quarter of the level at `shift` (whose digits are counted) that holds their
-// answer. Each step is taken for all of a thread's queries together, so that they wait for memory together.
-__device__ __forceinline__ void follow(const Problem& p, int64_t row, int chunk, int shift, bool first) {
-  const int4* const before = p.before + row * (p.S + 1);
-  const Counts all = counts_at(before + p.S);
-  const int i0 = chunk * kChunk + static_cast<int>(threadIdx.x);
-  const int32_t *const froms = (first ? p.low : p.from) + row * p.S, *const tos = (first ? p.high : p.to) + row * p.S;
-  int k[kEach], from[kEach], to[kEach], result[kEach];
-  Counts before_from[kEach], before_to[kEach];
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int i = i0 + j * kThreads;
-    k[j] = i >= p.S ? kAtRest : first ? p.k : p.remaining[row * p.S + i];
+// What was counted in a chunk becomes what was counted before it. A block has 32 parts, a warp some of the chunks.
+__global__ void __launch_bounds__(kThreads) jax_dma_order_statistic_sum(const Problem p, int chunks) {
+  __shared__ int of_warps[kWarps][32];
+  constexpr int kBlocks = kParts / 32;
+  const int64_t row = blockIdx.x / kBlocks;
+  const int warp = static_cast<int>(threadIdx.x) / 32, each = (chunks + kWarps - 1) / kWarps;
+  const int c0 = warp * each, c1 = min(c0 + each, chunks);
+  int32_t* const counts = p.counts + row * chunks * kParts + blockIdx.x % kBlocks * 32 + lane();
+  int sum = 0;
+#pragma unroll 8
+  for (int c = c0; c < c1; ++c) sum += counts[int64_t{c} * kParts];
+  of_warps[warp][lane()] = sum;
+  __syncthreads();
+  sum = 0;
+  for (int w = 0; w < warp; ++w) sum += of_warps[w][lane()];
+#pragma unroll 8
+  for (int c = c0; c < c1; ++c) {
+    const int count = counts[int64_t{c} * kParts];
+    counts[int64_t{c} * kParts] = sum;
+    sum += count;
   }
+}
+
+// Finds the part of each key of a chunk. A warp has kEach groups of 32 keys that follow one another in order.
+__global__ void __launch_bounds__(kThreads) jax_dma_order_statistic_find(const Problem p, int chunks, int part_bits) {
+  constexpr int kGroups = kChunk / 32;
+  __shared__ int of_warps[kWarps];
+  __shared__ int before[kGroups][kParts];  // how many keys before a group lie in a part; then also in those before it
+  const int64_t row = blockIdx.x / chunks;
+  const int chunk = static_cast<int>(blockIdx.x % chunks), t = static_cast<int>(threadIdx.x), warp = t / 32;
+  const int r0 = chunk * kChunk + warp * 32 * kEach + lane();
+  int key[kEach], first[kEach];
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int i = i0 + j * kThreads;
-    from[j] = to[j] = result[j] = 0;
-    if (k[j] == kAtRest) continue;
-    from[j] = froms[i], to[j] = tos[i];
-    if (!first) result[j] = p.result[row * p.S + i];
-  }
+  for (int j = 0; j < kEach; ++j) key[j] = r0 + 32 * j < p.S ? p.order[row * p.S + r0 + 32 * j] : -1;
+  int sum = p.counts[(row * chunks + chunk) * kParts + t];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) first[j] = key[j] >= 0 ? p.first[row * p.S + key[j]] : 0;
+  for (int g = 0; g < kGroups; ++g) before[g][t] = 0;
+  __syncthreads();
 #pragma unroll
   for (int j = 0; j < kEach; ++j)
-    if (k[j] != kAtRest) before_from[j] = counts_at(before + from[j]), before_to[j] = counts_at(before + to[j]);
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    if (k[j] == kAtRest) continue;
-    const int i = i0 + j * kThreads;
-    const int64_t at = row * p.S + i;
-    int digit = 0, rest = k[j];
-    const bool none = rest >= to[j] - from[j];  // there is no answer
-#pragma unroll
-    for (int d = 0; d < 3; ++d) {
-      const int inside = before_to[j].of[d] - before_from[j].of[d];
-      if (digit == d && rest >= inside) rest -= inside, ++digit;
-    }
-    result[j] |= digit << shift;
-    p.result[at] = none ? 0 : result[j];
-    p.remaining[at] = none || result[j] >> shift < i >> shift ? kAtRest : rest;
-    p.from[at] = all.below(digit) + before_from[j](digit, from[j]);
-    p.to[at] = all.below(digit) + before_to[j](digit, to[j]);
-  }
-}
-
-// shift: of the level whose digits are counted, or -1; previous: of the one that queries follow, or -1.
-__global__ void __launch_bounds__(kThreads)
-    jax_dma_order_statistic_count(const Problem p, const int32_t* values, int chunks, int shift, int previous,
-                                  bool first) {
-  __shared__ Counts of_warps[kWarps];
-  const int64_t row = blockIdx.x / chunks;
-  const int chunk = static_cast<int>(blockIdx.x % chunks);
-  if (shift >= 0) {
-    Counts counts{};
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const int i = chunk * kChunk + j * kThreads + static_cast<int>(threadIdx.x);
-      const int digit = i < p.S ? (values[row * p.S + i] >> shift) & 3 : 3;
-#pragma unroll
-      for (int d = 0; d < 3; ++d) counts.of[d] += digit == d;
-    }
-    counts = sum_over_warp(counts);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = counts;
-    __syncthreads();
-    if (threadIdx.x < 3) {
-      int sum = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum += of_warps[w].of[threadIdx.x];
-      reinterpret_cast<int32_t*>(p.of_chunks + row * chunks + chunk)[threadIdx.x] = sum;
-    }
-  }
-  if (previous >= 0) follow(p, row, chunk, previous, first);
-}
-
-// A warp has kEach * 32 neighbouring values.
-__global__ void __launch_bounds__(kThreads)
-    jax_dma_order_statistic_place(const Problem p, const int32_t* values, int32_t* target, int chunks, int shift) {
-  __shared__ Counts of_warps[kWarps], before_of_warps[kWarps], all_of_warps[kWarps];
-  const int64_t row = blockIdx.x / chunks;
-  const int chunk = static_cast<int>(blockIdx.x % chunks), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int i0 = chunk * kChunk + warp * kEach * 32 + lane;
-  int value[kEach];
-  uint32_t votes[kEach][3];
-  Counts mine{};
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) value[j] = i0 + 32 * j < p.S ? values[row * p.S + i0 + 32 * j] : 0;
-  Counts before{}, all{};  // of the chunks
-  for (int c = threadIdx.x; c < chunks; c += kThreads) {
-    const Counts counts = counts_at(p.of_chunks + row * chunks + c);
-    all.add(counts);
-    if (c < chunk) before.add(counts);
-  }
-  before = sum_over_warp(before), all = sum_over_warp(all);
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int digit = i0 + 32 * j < p.S ? (value[j] >> shift) & 3 : 3;
-#pragma unroll
-    for (int d = 0; d < 3; ++d) votes[j][d] = __ballot_sync(~0u, digit == d), mine.of[d] += __popc(votes[j][d]);
-  }
-  if (lane == 0) of_warps[warp] = mine, before_of_warps[warp] = before, all_of_warps[warp] = all;
+    if (key[j] >= 0) atomicAdd(&before[warp * kEach + j][key[j] >> part_bits], 1);
   __syncthreads();
-  before = all = Counts{};
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    before.add(before_of_warps[w]), all.add(all_of_warps[w]);
-    if (w < warp) before.add(of_warps[w]);
+#pragma unroll 8
+  for (int g = 0; g < kGroups; ++g) {
+    const int count = before[g][t];
+    before[g][t] = sum;
+    sum += count;
   }
-  int4* const table = p.before + row * (p.S + 1);
+  __syncthreads();
+  for (int g = warp * kEach; g < (warp + 1) * kEach; ++g) {
+    int lower = 0;
+#pragma unroll
+    for (int i = 0; i < kParts / 32; ++i) {
+      int& here = before[g][32 * i + lane()];
+      here = lower + sum_up_to_lane(here);
+      lower = __shfl_sync(~0u, here, 31);
+    }
+  }
+  __syncwarp();
+
+  uint32_t candidates[kEach];  // of each group
+  int parts[kEach], rest[kEach], found = 0;
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
-    const int i = i0 + 32 * j, digit = (value[j] >> shift) & 3;
-    Counts here = before;
+    const int* const counts = before[warp * kEach + j];
+    // How many keys of the segment before this group lie in the first `n` parts: all keys of earlier segments come
+    // before it, and they lie before the segment.
+    const auto count = [&](int n) {
+      const unsigned of_parts = static_cast<unsigned>(n) << part_bits;
+      return n == 0 ? 0 : counts[n - 1] - static_cast<int>(min(static_cast<unsigned>(first[j]), of_parts));
+    };
+    const int part = key[j] >= 0 ? key[j] >> part_bits : kParts;
+    bool candidate = key[j] >= 0 && r0 + 32 * j - first[j] > p.k && count(part) <= p.k;
+    candidates[j] = 0, parts[j] = rest[j] = 0;
+    if (__ballot_sync(~0u, candidate) == 0) continue;
+    if (candidate) {  // the most that have up to k keys of those before the group
 #pragma unroll
-    for (int d = 0; d < 3; ++d) {
-      here.of[d] += __popc(votes[j][d] & ((1u << lane) - 1));
-      before.of[d] += __popc(votes[j][d]);
+      for (int step = kParts / 2; step > 0; step /= 2)
+        if (count(parts[j] + step) <= p.k) parts[j] += step;
+      if (count(parts[j] + 1) <= p.k) ++parts[j];
     }
-    if (i >= p.S) break;
-    table[i] = make_int4(here.of[0], here.of[1], here.of[2], 0);
-    target[row * p.S + all.below(digit) + here(digit, i)] = value[j];
+    // Together with those of the group it may be fewer.
+    for (bool done = !candidate; __ballot_sync(~0u, !done) != 0;) {
+      int earlier = 0;
+#pragma unroll
+      for (int l = 0; l < 32; ++l) earlier += __shfl_sync(~0u, part, l) < parts[j] && l < lane();
+      if (done) continue;
+      rest[j] = p.k - count(parts[j]) - earlier;
+      if (rest[j] >= 0) done = true;
+      else if (--parts[j] < part) candidate = false, done = true;
+    }
+    candidates[j] = __ballot_sync(~0u, candidate);
+    found += __popc(candidates[j]);
   }
-  if (chunk == chunks - 1 && threadIdx.x == 0) table[p.S] = make_int4(all.of[0], all.of[1], all.of[2], 0);
+  if (lane() == 0) of_warps[warp] = found;
+  __syncthreads();
+  if (t == 0) {
+    int sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += of_warps[w];
+    int at = sum > 0 ? atomicAdd(p.found + row, sum) : 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const int of_warp = of_warps[w];
+      of_warps[w] = at, at += of_warp;
+    }
+  }
+  __syncthreads();
+  int at = of_warps[warp];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    if ((candidates[j] >> lane() & 1) != 0)
+      p.candidates[row * p.S + at + __popc(candidates[j] & lanes_below())] =
+          make_int4(key[j], rest[j], parts[j] << part_bits, first[j]);
+    at += __popc(candidates[j]);
+  }
+}
+
+// Finds, in the part of a candidate, the position of the key before which `rest` come that outrank it. A warp does it.
+__global__ void __launch_bounds__(kThreads) jax_dma_order_statistic_search(const Problem p, int chunks, int part_bits) {
+  constexpr int kAhead = 4;
+  const int64_t row = blockIdx.x / chunks;
+  const int32_t* const ranks = p.rank + row * p.S;
+  const int found = p.found[row];
+  for (int n = static_cast<int>(blockIdx.x % chunks) * kWarps + static_cast<int>(threadIdx.x) / 32; n < found;
+       n += chunks * kWarps) {
+    const int4 candidate = p.candidates[row * p.S + n];
+    const int rank = ranks[candidate.x];
+    const int end = static_cast<int>(min(static_cast<int64_t>(candidate.z) + (1 << part_bits), int64_t{p.S}));
+    int rest = candidate.y;
+    for (int first = max(candidate.z, candidate.w); first < end; first += 32 * kAhead) {
+      bool outranks[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int place = first + 32 * j + lane();
+        outranks[j] = (place < end ? ranks[place] : p.S) < rank;
+      }
+      int count = 0;
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) count += outranks[j];
+      count = __reduce_add_sync(~0u, count);
+      if (rest >= count) {
+        rest -= count;
+        continue;
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const uint32_t votes = __ballot_sync(~0u, outranks[j]);
+        if (outranks[j] && __popc(votes & lanes_below()) == rest)
+          p.result[row * p.S + candidate.x] = first + 32 * j + lane();
+        rest -= __popc(votes);
+      }
+      break;
+    }
+  }
 }
 
 }  // namespace
@@ -169,19 +203,13 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t launch(const Problem& p, cudaStream_t stream) {
   if (p.rows == 0 || p.S == 0) return cudaSuccess;
   const int chunks = (p.S + kChunk - 1) / kChunk;
-  const unsigned blocks = static_cast<unsigned>(p.rows * chunks);
-  int top = 0;  // the shift of the first level
-  while (top < 30 && (p.S - 1) >> (top + 2) != 0) top += 2;
-  const int32_t* values = p.values;
-  int32_t *target = p.ordered, *other = p.reordered;
-  for (int shift = top; shift >= 0; shift -= 2) {
-    const int previous = shift == top ? -1 : shift + 2;
-    jax_dma_order_statistic_count<<<blocks, kThreads, 0, stream>>>(p, values, chunks, shift, previous, previous == top);
-    jax_dma_order_statistic_place<<<blocks, kThreads, 0, stream>>>(p, values, target, chunks, shift);
-    values = target;
-    std::swap(target, other);
-  }
-  jax_dma_order_statistic_count<<<blocks, kThreads, 0, stream>>>(p, values, chunks, -1, 0, top == 0);
+  const unsigned blocks = static_cast<unsigned>(p.rows * chunks), sums = static_cast<unsigned>(p.rows * (kParts / 32));
+  int part_bits = 0;
+  while ((p.S - 1) >> part_bits >= kParts) ++part_bits;
+  jax_dma_order_statistic_count<<<blocks, kThreads, 0, stream>>>(p, chunks, part_bits);
+  jax_dma_order_statistic_sum<<<sums, kThreads, 0, stream>>>(p, chunks);
+  jax_dma_order_statistic_find<<<blocks, kThreads, 0, stream>>>(p, chunks, part_bits);
+  jax_dma_order_statistic_search<<<blocks, kThreads, 0, stream>>>(p, chunks, part_bits);
   return cudaGetLastError();
 }
 
