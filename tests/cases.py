@@ -175,6 +175,9 @@ NAMED = {
     "group_of_128": Case((1,), 5, 130, 128, 1, 8, bias="1NT1", mask="1NTS"),
     "softcap (24)": Case(softcap=1.5, bias="BNTS", mask="B1TS", scale=0.7),
     "softcap_bf16 (24)": Case(softcap=20.0, bias="1N1S", dtype="bfloat16", is_causal=True, S=75),
+    "softcap_bias_of_odd_rows (24)": Case(
+        (1,), 200, 301, 8, 2, 128, dtype="bfloat16", bias="1KTS", is_causal=True, softcap=3.0
+    ),
     "negative_scale": Case(scale=-0.3, bias="11TS"),
     "zero_scale": Case(scale=0.0, bias="1NTS"),
     "decode_grouped (25)": Case((3,), 1, 300, 8, 2, 32, mask="B11S", bias="BK1S"),

@@ -37,6 +37,35 @@ def test_every_broadcast_pattern_of_bias_alone(implementation, bias):
     check(implementation, Case((3,), 65, 130, 4, 2, 16, bias=bias))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((12,), 200, 264, 2, 2, 64, dtype="bfloat16", bias="1KTS"),
+        Case((20,), 70, 392, 2, 2, 40, dtype="bfloat16", mask="B11S", bias="1KTS"),
+        Case((9,), 260, 200, 2, 2, 32, dtype="float16", mask="BK1S", bias="1KTS", is_causal=True),
+        Case((4,), 230, 136, 4, 4, 24, dtype="bfloat16", bias="11TS"),
+        Case((10,), 60, 264, 8, 2, 64, dtype="bfloat16", mask="B11S", bias="1KTS"),
+        Case((10,), 60, 264, 8, 2, 64, dtype="bfloat16", bias="1NTS", is_causal=True),
+        Case((3, 8), 60, 136, 2, 2, 16, dtype="bfloat16", mask="1K1S", bias="1KTS", plan=True),
+        Case((9,), 70, 136, 2, 2, 64, dtype="bfloat16", mask="BKTS", bias="1KTS"),
+        Case((3,), 210, 136, 4, 2, 128, dtype="bfloat16", mask="BNTS", bias="1KTS"),
+    ],
+    ids=["plain", "mask_of_keys", "causal", "one_head", "group", "heads_of_a_group", "two_batch_axes", "dense_mask"]
+    + ["wide_heads"],
+)
+def test_sums_over_the_batch_in_a_fixed_order(implementation, case):
+    """dbias is summed over the batch, and over heads; in a fixed order a kernel of its own does that (CASES 2, 28)."""
+    check(implementation, case, poison(case, make(case)), deterministic=True)
+
+
+@pytest.mark.parametrize("mask", [None, "B11S"])
+def test_sums_over_one_batch_axis_in_a_fixed_order(implementation, mask):
+    """[2, 1, K, T, S] over a batch of [2, 10]: as many sums as the first axis has entries (CASES 2)."""
+    case = Case((2, 10), 100, 136, 2, 2, 32, dtype="bfloat16", mask=mask, bias="BKTS")
+    inputs = make(case)
+    check(implementation, case, inputs._replace(bias=inputs.bias[:, :1]), deterministic=True)
+
+
 @pytest.mark.parametrize("mask", INTERVAL_PATTERNS)
 def test_every_broadcast_pattern_of_key_intervals(implementation, mask):
     bias = PATTERNS[5 * INTERVAL_PATTERNS.index(mask) % len(PATTERNS)]
@@ -161,6 +190,15 @@ def test_deterministic_gradients_are_bitwise_the_same(implementation, bias):
     for again in others:
         for name in ("out", "lse", "dq", "dk", "dv", "dbias"):
             assert getattr(first, name).tobytes() == getattr(again, name).tobytes(), name
+    check(implementation, case, inputs, deterministic=True)
+
+
+@pytest.mark.parametrize("mask", [None, "B11S"])
+def test_sums_over_the_batch_are_bitwise_the_same(implementation, mask):
+    case = fit(Case((40,), 150, 264, 2, 2, 32, dtype="bfloat16", mask=mask, bias="1KTS"), implementation)
+    inputs = make(case)
+    first, again = (evaluate(implementation, case, inputs, deterministic=True) for _ in range(2))
+    assert first.dbias.tobytes() == again.dbias.tobytes() and first.dq.tobytes() == again.dq.tobytes()
     check(implementation, case, inputs, deterministic=True)
 
 

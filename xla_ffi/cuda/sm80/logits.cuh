@@ -378,9 +378,8 @@ struct BiasTile {
       add_elements<uint32_t, kColumns>(x, tile, rows, column, queries, factor,
                                        [](uint32_t pair) { return ptx::unpack<T>(pair); });
     else if (p.bias_dtype == DType::kF32)
-      add_elements<float2, kColumns>(x, tile, rows, column, queries, factor, [](float2 pair) {
-        return make_float2(hide_low(pair.x), hide_low(pair.y));
-      });
+      add_elements<float2, kColumns>(x, tile, rows, column, queries, factor,
+                                     [](float2 pair) { return make_float2(hide_low(pair.x), hide_low(pair.y)); });
     else
       add_elements<uint32_t, kColumns>(x, tile, rows, column, queries, factor,
                                        [](uint32_t pair) { return ptx::unpack<Other>(pair); });

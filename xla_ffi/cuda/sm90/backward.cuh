@@ -84,8 +84,10 @@ enum class Staging : int { k1, k2, k4, k8, kF32, kAny };
 // What the host works out for a call. Offsets and sizes are in bytes of shared memory.
 struct BackwardPlan {
   // The blocks of a launch: `heads` (batch entry, key/value head)s from first_head on, `parts` key tiles from
-  // first_part on; `chunk` heads are at work together.
+  // first_part on; `chunk` heads are at work together. heads_apart: those of a batch entry do not follow each other,
+  // but the batch entries of a head do.
   int heads, first_head, parts, first_part, chunk;
+  bool heads_apart;
   // Bits, bias and dbias have a row for each 1 << shift rows of a tile. Bias and dbias are panels of 128 bytes of keys,
   // swizzled as TMA does: 16-byte chunk c of row r lies at c ^ (r % 8).
   int bits_shift, bias_shift, dbias_shift;
@@ -208,12 +210,20 @@ struct TileInfo {
   int tile;  // -1: there are no more
   int hidden;
 };
+// What warps 1 to 3 are told about it.
+struct TileJob {
+  int tile;   // -1: there are no more
+  int turn;   // under `deterministic`: how many key tiles add to its dq before this one
+  bool bits;  // whether mask bits hide something
+};
 constexpr int kTestBits = 1, kTestPosition = 2;  // positions hidden by mask bits; by S, causality or intervals
 
 struct BackwardShared {
   Rows rows;
   TileInfo info[2];
-  uint64_t kv_full, q_full[2], q_free[2], dout_full[2], dout_free[2], logits_full[2], logits_free[2], ds_free;
+  TileJob jobs[4];  // a tile's is overwritten when its dq and dbias have left shared memory
+  uint64_t kv_full, q_full[2], q_free[2], dout_full[2], dout_free[2], logits_full[2], logits_free[2], ds_free,
+      job_full[4];
   uint64_t dq_full[2], dq_free[2], dbias_full[2], dbias_free[2];  // of a warpgroup
   int q_batch, dout_batch, k_batch, v_batch;                      // coordinates in the tensor maps
   int start;                                                      // plan tile that this block begins with
@@ -770,8 +780,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Where registers are short ds is made of p as the products see it, in 16 bits.
   constexpr bool kPackedP = kFewRegisters;
   constexpr bool kHideFirst = kBias != Bias::kNone;  // before the exponentials
-  // dq of a tile is announced, to the warp that adds it, together with ds of the next one.
-  constexpr bool kLateDQ = kFewRegisters;
+  // dq of a tile is announced, to the warp that adds it, together with ds of the next one. Not where that one may have
+  // to wait, for a soft cap, until the same warp has read dbias.
+  constexpr bool kLateDQ = kFewRegisters && !(kGeneral && kBias == Bias::kTile);
   // A block is launched with 168 registers for each of 384 threads; more would be waited for forever.
   constexpr int kProducerRegs = !kFewRegisters ? 88 : kBias == Bias::kTile ? 40 : 56;
   constexpr int kConsumerRegs = (3 * 168 - kProducerRegs) / 2;
@@ -791,7 +802,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   // causal mask the most queries see them, and a long block that starts late is waited for.
   const int chunk = blockIdx.x / (plan.chunk * plan.parts), block = blockIdx.x % (plan.chunk * plan.parts);
   const int width = min(plan.chunk, plan.heads - chunk * plan.chunk);
-  const int key_tile = plan.first_part + block / width, head = plan.first_head + chunk * plan.chunk + block % width;
+  const int key_tile = plan.first_part + block / width, at = plan.first_head + chunk * plan.chunk + block % width;
+  const int entries = static_cast<int>(p.B), head = plan.heads_apart ? at % entries * p.K + at / entries : at;
   const int key = key_tile * kKeys, queries = queries_per_tile(p.G) / kParts;
   // dbias of a tile leaves by TMA, or is read from ds.
   const bool staged_dbias = kBias == Bias::kTile && plan.dbias_by_tma,
@@ -800,6 +812,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     operands.fill(p, head / p.K, head % p.K);
     barrier_init(&shared.kv_full, 1), barrier_init(&shared.ds_free, 8);
+    for (int i = 0; i < 4; ++i) barrier_init(&shared.job_full[i], 1);
     for (int i = 0; i < 2; ++i) {
       barrier_init(&shared.q_full[i], 1), barrier_init(&shared.dout_full[i], 1);
       barrier_init(&shared.q_free[i], 8), barrier_init(&shared.dout_free[i], 8);
@@ -836,13 +849,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp < 4) {
     give_registers<kProducerRegs>();
     constexpr bool kIntervals = kMask == Mask::kIntervals || kGeneral;  // there may be intervals
-    Walk<kParts, kIntervals> walk(p, shared.start);
     if (warp == 0) {
+      Walk<kParts, kIntervals> walk(p, shared.start);
       const int kv_head = head % p.K, bytes = kPanels * queries * p.G * 128;
       int i = 0;
 #pragma unroll 1
       for (int tile = walk.next(p, operands, key); tile >= 0; tile = walk.next(p, operands, key), ++i) {
         const int stage = i & 1, parity = (i >> 1 & 1) ^ 1, t0 = tile * queries;
+        int turn = 0;
+        if (p.deterministic)
+          turn = kMask == Mask::kNone
+                     ? key_tile
+                     : key_tiles_before<kIntervals>(p, operands, tile / kParts, key_tile, queries_per_tile(p.G));
         if (lane == 0) {
           if (i == 0) {
             arrive_expecting(&shared.kv_full, 2 * Shape::kKVBytes);
@@ -858,6 +876,8 @@ __global__ void __launch_bounds__(kThreads, 1)
               (kMask != Mask::kNone && p.start.present() && !walk.tile_full))
             hidden |= kTestPosition;
           shared.info[stage] = TileInfo{tile, hidden};
+          shared.jobs[i & 3] = TileJob{tile, turn, (hidden & kTestBits) != 0};
+          arrive(&shared.job_full[i & 3]);
           if (!p.deterministic && scratch.dbias == nullptr) {
             volatile int* const front = scratch.turn + 2 * head * scratch.tiles;
             if (front[0] == key_tile + 1) front[1] = tile / kParts + 1;
@@ -879,14 +899,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       if (lane == 0) {
         wait(&shared.q_free[i & 1], (i >> 1 & 1) ^ 1);
-        shared.info[i & 1].tile = -1;
-        arrive(&shared.q_full[i & 1]);
+        shared.info[i & 1].tile = shared.jobs[i & 3].tile = -1;
+        arrive(&shared.q_full[i & 1]), arrive(&shared.job_full[i & 3]);
       }
     } else if (warp == 1) {
       if constexpr (kLogits) {
         int stage = 0, parity = 1;
 #pragma unroll 1
-        for (int tile = walk.next(p, operands, key); tile >= 0; tile = walk.next(p, operands, key)) {
+        for (int i = 0;; ++i) {
+          wait(&shared.job_full[i & 3], i >> 2 & 1);
+          const int tile = shared.jobs[i & 3].tile;
+          if (tile < 0) break;
           wait(&shared.logits_free[stage], parity);
           const uint32_t bias_tile = k_tile + plan.bias_at + stage * plan.bias_stage;
           if (kBias == Bias::kTile && plan.bias_by_tma && lane == 0) {
@@ -901,7 +924,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           __syncwarp();
           load_logits<T, kMask, kBias, kTile>(p, plan, operands, shared.rows,
                                               k_tile + plan.bits_at + stage * plan.bits_stage, bias_tile,
-                                              tile * queries, key, p.bits.present() && !walk.tile_full);
+                                              tile * queries, key, shared.jobs[i & 3].bits);
           arrive_after_copies(&shared.logits_full[stage]);
           arrive(&shared.logits_full[stage]);
           if (++stage == plan.logit_stages) stage = 0, parity ^= 1;
@@ -921,66 +944,70 @@ __global__ void __launch_bounds__(kThreads, 1)
                                   plan.dbias_pairs};
       const int group_panels = plan.dbias_f32 ? 2 : 1;  // 64 keys
       const uint32_t dbias_stage = k_tile + plan.dbias_at + group * group_panels * plan.dbias_panel;
+      const int dbias_head = p.dbias.kv != 0 ? head % p.K : 0, dbias_batch = plan.dbias_batch ? head / p.K : 0;
       const auto store_dbias = [&](const CUtensorMap* map, uint32_t source, int panel, int t0) {
+#pragma unroll 1
         for (int i = 0; i < group_panels; ++i)
-          store_box(map, source + i * panel, scratch.dbias != nullptr, key + 64 * group + 32 * i, t0,
-                    p.dbias.kv != 0 ? head % p.K : 0, plan.dbias_batch ? head / p.K : 0);
-      };
-      // In units of 64 rows x half the channels: a half of the channels, or of 128 rows with all channels.
-      const auto place_of = [&](int tile) {
-        return kHalves == 1 ? 2 * (head * scratch.tiles + tile) + group : 2 * (head * scratch.tiles + 2 * tile + group);
+          store_box(map, source + i * panel, scratch.dbias != nullptr, key + 64 * group + 32 * i, t0, dbias_head,
+                    dbias_batch);
       };
       // Channels that are not there: a half of all rows, or of a group's rows.
       const bool any_channels = kHalves == 2 || group * (kHeadDim / 2) < p.H;
       const int dq_bytes = kHalves == 2 && p.H <= kHeadDim / 2 ? Shape::kDQBytes / 2 : Shape::kDQBytes;
       int i = 0;
-      int *due = nullptr, due_turn = 0;
-      const auto pass_turn = [&] {  // once what was added is in memory
-        if (lane == 0 && due != nullptr) {
-          bulk_wait();
-          ptx::store_release(due, due_turn);
-        }
-        due = nullptr;
+      const auto next_tile = [&] {
+        wait(&shared.job_full[i & 3], i >> 2 & 1);
+        const int tile = shared.jobs[i & 3].tile;
+        __syncwarp();  // all lanes have read it
+        return tile;
       };
-#pragma unroll 1
-      for (int tile = walk.next(p, operands, key); tile >= 0; tile = walk.next(p, operands, key), ++i) {
-        const int64_t place = place_of(tile);
-        int turn = 0;
+      const auto add_dq = [&](int tile) {  // by one thread
+        // In units of 64 rows x half the channels: a half of the channels, or of 128 rows with all channels.
+        const int64_t place = 2 * (head * scratch.tiles + tile * kHalves) + kHalves * group;
+        int* const turn = scratch.turn + place;
+        const int before = shared.jobs[i & 3].turn;
         if (p.deterministic) {  // key tiles add to dq in their own order
-          turn = key_tiles_before<kIntervals>(p, operands, tile / kParts, key_tile, queries_per_tile(p.G));
-          pass_turn();
+          while (ptx::load_acquire(turn) != before) __nanosleep(32);
+          fence_async_proxy_global();
         }
-        if constexpr (kBias == Bias::kTile) {
-          if (read_dbias) {
-            wait(&shared.dbias_full[0], i & 1);
-            writer.write(ds_tile, tile * queries, threadIdx.x - 64);
-            __syncwarp();
-            if (lane == 0) arrive(&shared.dbias_free[0]);
-          } else if (staged_dbias && lane == 0) {
-            wait(&shared.dbias_full[group], i & 1);
-            store_dbias(&maps.dbias, dbias_stage, plan.dbias_panel, tile * queries);
-            bulk_wait_read();
-            arrive(&shared.dbias_free[group]);
+        wait(&shared.dq_full[group], i & 1);
+        if (any_channels) {
+          bulk_reduce_add(scratch.dq + place * (kRows * kHeadDim / 2), dq_stage, dq_bytes);
+          bulk_wait_read();
+        }
+        arrive(&shared.dq_free[group]);
+        if (p.deterministic) {  // once what was added is in memory
+          bulk_wait();
+          ptx::store_release(turn, before + 1);
+        }
+      };
+      if (read_dbias) {
+#pragma unroll 1
+        for (int tile = next_tile(); tile >= 0; ++i, tile = next_tile()) {
+          wait(&shared.dbias_full[0], i & 1);
+          writer.write(ds_tile, tile * queries, threadIdx.x - 64);
+          __syncwarp();
+          if (lane == 0) {
+            arrive(&shared.dbias_free[0]);
+            add_dq(tile);
           }
-        }
-        if (p.deterministic) {
-          due = scratch.turn + place, due_turn = turn + 1;
-          if (lane == 0)
-            while (ptx::load_acquire(due) != turn) __nanosleep(32);
           __syncwarp();
         }
-        if (lane == 0) {
-          wait(&shared.dq_full[group], i & 1);
-          if (p.deterministic) asm volatile("fence.proxy.async;" ::: "memory");
-          if (any_channels) {
-            bulk_reduce_add(scratch.dq + place * (kRows * kHeadDim / 2), dq_stage, dq_bytes);
-            bulk_wait_read();
+      } else {  // apart, because under `deterministic` others wait for this loop
+#pragma unroll 1
+        for (int tile = next_tile(); tile >= 0; ++i, tile = next_tile()) {
+          if (lane == 0) {
+            if (staged_dbias) {
+              wait(&shared.dbias_full[group], i & 1);
+              store_dbias(&maps.dbias, dbias_stage, plan.dbias_panel, tile * queries);
+              bulk_wait_read();
+              arrive(&shared.dbias_free[group]);
+            }
+            add_dq(tile);
           }
-          arrive(&shared.dq_free[group]);
+          __syncwarp();
         }
-        __syncwarp();
       }
-      pass_turn();
       if constexpr (kBias == Bias::kTile) {
         if (plan.dbias != DBias::kNone && scratch.dbias == nullptr) {  // zeros in the tiles that were skipped
           const bool wide = plan.zero_queries > 0;  // where dq was there is room for boxes of more than a tile
@@ -1446,11 +1473,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Per tile of 64 rows: log-sum-exp and -delta = <out, dout> - dlse, dq = 0, turn = 0. One block a tile.
-template <class T, int kHeadDim>
-__global__ void __launch_bounds__(256)
+// Threads of a block of the two kernels below, for 64 rows of kChannels channels.
+__host__ __device__ constexpr int threads_for(int channels) { return channels > 32 ? 256 : 128; }
+
+// Per tile of 64 rows: log-sum-exp and -delta = <out, dout> - dlse, dq = 0, turn = 0. One block a tile. kChannels: that
+// out has at most.
+template <class T, int kHeadDim, int kChannels>
+__global__ void __launch_bounds__(threads_for(kChannels))
     jax_dma_sm90_row_stats(const __grid_constant__ Problem p, const __grid_constant__ BackwardScratch scratch) {
-  constexpr int kLanes = kHeadDim / 8;  // of a row: 16 bytes each
+  constexpr int kThreads = threads_for(kChannels), kLanes = kChannels / 8;  // of a row: 16 bytes each
   const int64_t head = blockIdx.x / scratch.tiles;
   const int tile = static_cast<int>(blockIdx.x % scratch.tiles), kv_head = static_cast<int>(head % p.K);
   const int queries = queries_per_tile(p.G) / kQueryParts, c = threadIdx.x % kLanes * 8;
@@ -1462,11 +1493,11 @@ __global__ void __launch_bounds__(256)
   float* const stats = scratch.row_stats + int64_t{blockIdx.x} * (2 * kRows);
   float4* const dq = reinterpret_cast<float4*>(scratch.dq) + int64_t{blockIdx.x} * (kRows * kHeadDim / 4);
 #pragma unroll
-  for (int i = threadIdx.x; i < kRows * kHeadDim / (p.H > kHeadDim / 2 ? 4 : 8); i += 256)
+  for (int i = threadIdx.x; i < kRows * kHeadDim / (p.H > kHeadDim / 2 ? 4 : 8); i += kThreads)
     dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (threadIdx.x < 2) scratch.turn[2 * int64_t{blockIdx.x} + threadIdx.x] = 0;
 #pragma unroll
-  for (int r = threadIdx.x / kLanes; r < kRows; r += 256 / kLanes) {
+  for (int r = threadIdx.x / kLanes; r < kRows; r += kThreads / kLanes) {
     const int query = r / p.G, g = r % p.G;
     const int64_t t = int64_t{tile} * queries + query;
     float row_lse = -INFINITY, row_dlse = 0.0f, sum = 0.0f;
@@ -1494,22 +1525,22 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// dq from fragment order to its own, times scale. A thread makes 8 channels of two rows.
-template <class T, int kHeadDim>
-__global__ void __launch_bounds__(256)
+// dq from fragment order to its own, times scale. A thread makes 8 channels of two rows. kChannels: that dq has at
+// most.
+template <class T, int kHeadDim, int kChannels>
+__global__ void __launch_bounds__(threads_for(kChannels))
     jax_dma_sm90_reorder_dq(const __grid_constant__ Problem p, const __grid_constant__ BackwardScratch scratch) {
-  constexpr int kBlocks = kHeadDim / 8;  // of 8 channels
+  constexpr int kThreads = threads_for(kChannels), kBlocks = kChannels / 8;  // of 8 channels
   const int64_t head = blockIdx.x / scratch.tiles;
   const int tile = static_cast<int>(blockIdx.x % scratch.tiles), kv_head = static_cast<int>(head % p.K);
   const int queries = queries_per_tile(p.G) / kQueryParts;
   T* const out = static_cast<T*>(p.dq.data) + offset_of(p, p.dq, head / p.K, kv_head, 0);
   const float4* const dq = reinterpret_cast<const float4*>(scratch.dq) + int64_t{blockIdx.x} * (kRows * kHeadDim / 4);
 #pragma unroll
-  for (int i = threadIdx.x; i < kBlocks * 32; i += 256) {
+  for (int i = threadIdx.x; i < kBlocks * 32; i += kThreads) {
     const int block = i % kBlocks, pair = i / kBlocks;  // pair: 8 * (warp of the warpgroup) + lane / 4
     if (8 * block >= p.H) continue;
-    const int group = block / (kBlocks / 2);
-    const float4* const source = dq + (group * (kBlocks / 2) + block % (kBlocks / 2)) * 128 + pair * 4;
+    const float4* const source = dq + block * 128 + pair * 4;
     float4 value[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) value[j] = source[j];

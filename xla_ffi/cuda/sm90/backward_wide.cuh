@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     operands.fill(p, head / p.K, head % p.K);
     barrier_init(&shared.kv_full, 1), barrier_init(&shared.ds_free, 8);
+    for (int i = 0; i < 4; ++i) barrier_init(&shared.job_full[i], 1);
     for (int i = 0; i < 2; ++i) {
       barrier_init(&shared.dq_full[i], 4), barrier_init(&shared.dq_free[i], 1);
       barrier_init(&shared.q_full[i], 1), barrier_init(&shared.dout_full[i], 1);
@@ -66,7 +67,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else if (threadIdx.x == 96) {
     shared.dk = offset_of(p, p.dk, head / p.K, head % p.K, 0),
     shared.dv = offset_of(p, p.dv, head / p.K, head % p.K, 0);
-    shared.start = first_tile(p, scratch, head, part);
+    int start = -1;
+    if (kMask != Mask::kNone && p.start.present() && !p.deterministic && scratch.dbias == nullptr)
+      start = first_tile_of_window(p, head, key / kKeyTile);
+    shared.start = start >= 0 ? start : first_tile(p, scratch, head, part);
   }
   for (int r = threadIdx.x; r < kRows; r += kThreads)
     shared.rows.packed[r] = r < queries * p.G ? r / p.G | (r % p.G) << 16 : queries - 1;
@@ -80,13 +84,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < 4) {
     give_registers<kProducerRegs>();
-    Walk<kQueryParts, kMask != Mask::kNone> walk(p, shared.start);
+    constexpr bool kIntervals = kMask != Mask::kNone;  // there may be intervals
     if (warp == 0) {
+      Walk<kQueryParts, kIntervals> walk(p, shared.start);
       const int kv_head = head % p.K, bytes = kPanels * queries * p.G * 128;
       int i = 0;
 #pragma unroll 1
       for (int tile = walk.next(p, operands, key); tile >= 0; tile = walk.next(p, operands, key), ++i) {
         const int stage = i & 1, parity = (i >> 1 & 1) ^ 1, t0 = tile * queries;
+        int turn = 0;
+        if (kStaged && p.deterministic) {  // blocks add to dq in the order of their keys
+          constexpr int kPerTile = kKeyTile / kBlockKeys;
+          const int key_tile = key / kKeyTile;
+          turn = part % kPerTile + kPerTile * (kMask == Mask::kNone
+                                                   ? key_tile
+                                                   : key_tiles_before<kIntervals>(p, operands, tile / kQueryParts,
+                                                                                  key_tile, queries_per_tile(p.G)));
+        }
         if (lane == 0) {
           if (i == 0) {
             arrive_expecting(&shared.kv_full, 2 * Shape::kKVBytes);
@@ -102,6 +116,8 @@ __global__ void __launch_bounds__(kThreads, 1)
               (kMask != Mask::kNone && p.start.present() && !walk.tile_full))
             hidden |= kTestPosition;
           shared.info[stage] = TileInfo{tile, hidden};
+          shared.jobs[i & 3] = TileJob{tile, turn, (hidden & kTestBits) != 0};
+          arrive(&shared.job_full[i & 3]);
           if (!p.deterministic && scratch.dbias == nullptr) {
             volatile int* const front = scratch.turn + 2 * head * scratch.tiles;
             if (front[0] == part + 1) front[1] = tile / kQueryParts + 1;
@@ -123,17 +139,20 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       if (lane == 0) {
         wait(&shared.q_free[i & 1], (i >> 1 & 1) ^ 1);
-        shared.info[i & 1].tile = -1;
-        arrive(&shared.q_full[i & 1]);
+        shared.info[i & 1].tile = shared.jobs[i & 3].tile = -1;
+        arrive(&shared.q_full[i & 1]), arrive(&shared.job_full[i & 3]);
       }
     } else if (warp == 1) {
       if constexpr (kLogits) {
         int stage = 0, parity = 1;
 #pragma unroll 1
-        for (int tile = walk.next(p, operands, key); tile >= 0; tile = walk.next(p, operands, key)) {
+        for (int i = 0;; ++i) {
+          wait(&shared.job_full[i & 3], i >> 2 & 1);
+          const TileJob job = shared.jobs[i & 3];
+          if (job.tile < 0) break;
           wait(&shared.logits_free[stage], parity);
           load_logits<T, kMask, kBias>(p, plan, operands, shared.rows, k_tile + plan.bits_at + stage * plan.bits_stage,
-                                       0, tile * queries, key, p.bits.present() && !walk.tile_full);
+                                       0, job.tile * queries, key, job.bits);
           arrive_after_copies(&shared.logits_full[stage]);
           arrive(&shared.logits_full[stage]);
           if (++stage == plan.logit_stages) stage = 0, parity ^= 1;
@@ -143,42 +162,34 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else if constexpr (kStaged) {
       const int group = warp - 2;
       const uint32_t dq_stage = k_tile + Shape::kDQ + group * kHalfBytes;
-      int i = 0, *due = nullptr, due_turn = 0;
-      const auto pass_turn = [&] {  // once what was added is in memory
-        if (lane == 0 && due != nullptr) {
-          bulk_wait();
-          ptx::store_release(due, due_turn);
-        }
-      };
 #pragma unroll 1
-      for (int tile = walk.next(p, operands, key); tile >= 0; tile = walk.next(p, operands, key), ++i) {
-        const int64_t half = 2 * (head * scratch.tiles + tile) + group;
-        if (p.deterministic) {  // blocks add to dq in the order of their keys
-          constexpr int kPerTile = kKeyTile / kBlockKeys;
-          const int before = key_tiles_before<kMask != Mask::kNone>(p, operands, tile / kQueryParts, key / kKeyTile,
-                                                                    queries_per_tile(p.G));
-          const int turn = before * kPerTile + part % kPerTile;
-          pass_turn();
-          due = scratch.turn + half, due_turn = turn + 1;
-          if (lane == 0)
-            while (ptx::load_acquire(due) != turn) __nanosleep(32);
-          __syncwarp();
-        }
+      for (int i = 0;; ++i) {
+        wait(&shared.job_full[i & 3], i >> 2 & 1);
+        const TileJob job = shared.jobs[i & 3];
+        __syncwarp();  // all lanes have read it
+        if (job.tile < 0) break;
         if (lane == 0) {
+          const int64_t half = 2 * (head * scratch.tiles + job.tile) + group;
+          if (p.deterministic) {
+            while (ptx::load_acquire(scratch.turn + half) != job.turn) __nanosleep(32);
+            fence_async_proxy_global();
+          }
 #pragma unroll 1
           for (int j = 0; j < 2; ++j) {
             wait(&shared.dq_full[group], j);
-            if (p.deterministic) asm volatile("fence.proxy.async;" ::: "memory");
             if (group * 128 < p.H) {
               bulk_reduce_add(scratch.dq + half * (kRows * 128) + j * (kHalfBytes / 4), dq_stage, kHalfBytes);
               bulk_wait_read();
             }
             arrive(&shared.dq_free[group]);
           }
+          if (p.deterministic) {  // once what was added is in memory
+            bulk_wait();
+            ptx::store_release(scratch.turn + half, job.turn + 1);
+          }
         }
         __syncwarp();
       }
-      pass_turn();
       if (lane == 0) bulk_wait();
     }
     return;

@@ -37,6 +37,14 @@ using sm80::Bias, sm80::Mask;
 using sm80::dense_mask, sm80::interval_mask, sm80::key_bias, sm80::no_bias, sm80::no_mask, sm80::tile_bias;
 using sm80::is_hidden, sm80::kLarge, sm80::log_sum_exp;
 
+// A tile of biases that the heads of a group share, as they share the mask. Each 16 rows are then 16 / G queries with
+// the first half of the heads and the same queries with the second, so that both rows of a thread belong to one query:
+// bias and bits are read and unpacked once for the two.
+struct shared_tile_bias {
+  static constexpr Bias kind = Bias::kTile;
+};
+constexpr int kWarpRows = 16;
+
 constexpr int kStages = 2;  // of every ring: part i of a block's work lies in stage i % 2
 constexpr int kMaxQueryStages = 2;
 
@@ -299,6 +307,14 @@ struct ThreadRows {
 #pragma unroll
     for (int i = 0; i < 2; ++i) packed[i] = (first + 8 * i) / group | ((first + 8 * i) % group) << 16;
   }
+  // In the order that goes with shared_tile_bias.
+  __device__ __forceinline__ static ThreadRows with_shared_bias(int first_row, int group) {
+    ThreadRows rows(first_row, group);
+    const int half = group / 2, row = static_cast<int>(threadIdx.x % 32) / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) rows.packed[i] = (first_row / group + row / half) | (i * half + row % half) << 16;
+    return rows;
+  }
   __device__ __forceinline__ int row(int i) const { return first + 8 * i; }
   __device__ __forceinline__ int query(int i) const { return packed[i] & 0xffff; }
   __device__ __forceinline__ int head(int i) const { return packed[i] >> 16; }
@@ -317,16 +333,16 @@ __device__ __forceinline__ void add_key_bias(float (&x)[kBlocks][4], uint32_t ve
   }
 }
 
-// The mask bits of a thread's two rows, for one part of the keys.
-template <int kKeys>
+// The mask bits of a thread's rows, for one part of the keys.
+template <int kKeys, int kRows>
 struct MaskBits {
   static constexpr int kWords = kKeys / 32;
-  uint32_t words[2][kWords];
+  uint32_t words[kRows][kWords];
 
   // `second` is the distance of the second row in words.
   __device__ __forceinline__ void load(const uint32_t* first, int second, int key, bool uniform) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const uint32_t* const row = first + (i == 0 ? 0 : second);
       if (uniform) {  // one word stands for all keys
         const uint32_t word = __ldg(row);
@@ -344,7 +360,7 @@ struct MaskBits {
   // From shared memory, where the rows lie `offset` after these addresses.
   __device__ __forceinline__ void load(const uint32_t (&rows)[2], uint32_t offset) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       const uint4 four = ptx::load_shared(rows[i] + offset);
       words[i][0] = four.x, words[i][1] = four.y, words[i][2] = four.z, words[i][3] = four.w;
     }
@@ -354,7 +370,7 @@ struct MaskBits {
 #pragma unroll
     for (int w = 0; w < kWords; ++w)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < kRows; ++i) {
         // The thread's eight bits, brought together, so that they become predicates by one instruction.
         const uint32_t bits = (((words[i][w] >> first_bit) & 0x03030303u) * 0x01041040u) >> 24;
 #pragma unroll
@@ -373,6 +389,15 @@ struct MaskBits {
     return (pair & seen) | (infinities & ~seen);
   }
 };
+
+template <class Element>
+__device__ __forceinline__ float2 unpack_bias(uint32_t pair) {
+  if constexpr (std::is_same_v<Element, __half>) return ptx::unpack<Element>(pair);
+  else return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+// Two biases that hide.
+template <class Element>
+constexpr uint32_t kInfinities = std::is_same_v<Element, __half> ? 0xfc00fc00u : 0xff80ff80u;
 
 // Bias tiles of 16 bits, read as fragments: pairs[c][i + 2 j] holds two columns of block 2 c + j and row i.
 template <int kBlocks>
@@ -397,7 +422,6 @@ struct BiasPairs {
   template <class Element, bool kHide, class Bits>
   __device__ __forceinline__ void add(float (&x)[kBlocks][4], uint32_t lane_row, int panel_bytes, float factor,
                                       const Bits& bits) {
-    constexpr bool kHalf = std::is_same_v<Element, __half>;
     constexpr int kSteps = kBlocks / 2, kAhead = 4;
 #pragma unroll
     for (int c = 0; c < kAhead; ++c) load(lane_row, panel_bytes, c);
@@ -407,13 +431,38 @@ struct BiasPairs {
       for (int j = 0; j < 4; ++j) {
         const int i = j % 2, n = 2 * c + j / 2;
         uint32_t pair = pairs[c][j];
-        if constexpr (kHide) pair = bits.hide_pair(pair, kHalf ? 0xfc00fc00u : 0xff80ff80u, i, n);
-        float2 b;
-        if constexpr (kHalf) b = ptx::unpack<Element>(pair);
-        else b = make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+        if constexpr (kHide) pair = bits.hide_pair(pair, kInfinities<Element>, i, n);
+        const float2 b = unpack_bias<Element>(pair);
         x[n][2 * i] = x[n][2 * i] * factor + b.x, x[n][2 * i + 1] = x[n][2 * i + 1] * factor + b.y;
       }
       if (c + kAhead < kSteps) load(lane_row, panel_bytes, c + kAhead);
+    }
+  }
+};
+
+// The same for shared_tile_bias: a load brings four blocks, for both rows.
+template <int kBlocks>
+struct SharedBiasPairs {
+  __device__ __forceinline__ static uint32_t lane_row(const ForwardPlan& plan, int first_row, int group) {
+    const int lane = threadIdx.x % 32;
+    const int r = min(first_row / group + lane % 8 / (group / 2), plan.bias_rows - 1);
+    return r * 128 + ((lane / 8) ^ (r % 8)) * 16;
+  }
+  template <class Element, bool kHide, class Bits>
+  __device__ __forceinline__ static void add(float (&x)[kBlocks][4], uint32_t lane_row, int panel_bytes, float factor,
+                                             const Bits& bits) {
+    constexpr int kLoads = kBlocks / 4;
+    uint32_t pairs[kLoads][4];
+#pragma unroll
+    for (int c = 0; c < kLoads; ++c) ptx::load_matrix(pairs[c], (lane_row ^ (c % 2 * 64)) + c / 2 * panel_bytes);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      uint32_t pair = pairs[n / 4][n % 4];
+      if constexpr (kHide) pair = bits.hide_pair(pair, kInfinities<Element>, 0, n);
+      const float2 b = unpack_bias<Element>(pair);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        x[n][2 * i] = x[n][2 * i] * factor + b.x, x[n][2 * i + 1] = x[n][2 * i + 1] * factor + b.y;
     }
   }
 };
@@ -532,6 +581,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   using Shape = ForwardShape<kHeadDim>;
   constexpr Mask kMask = MaskKind::kind;
   constexpr Bias kBias = BiasKind::kind;
+  constexpr bool kSharedBias = std::is_same_v<BiasKind, shared_tile_bias>;
   constexpr int kKeys = Shape::kKeys, kPanels = Shape::kPanels, kRows = Shape::kRows, kRowBytes = Shape::kRowBytes;
   constexpr int kS = kKeys / 8, kO = kHeadDim / 8;  // column blocks of logits and output
   constexpr int kQueryPanel = kRows * kRowBytes, kKeyPanel = kKeys * kRowBytes;
@@ -620,9 +670,16 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
             arrive(full_barrier);
           } else {
             arrive_expecting(full_barrier, kPanels * used_rows * kRowBytes);
-            for (int c = 0; c < kPanels; ++c)
-              load_box(q_tile + stage * Shape::kQueryBytes + c * kQueryPanel, &maps.q, full_barrier, 64 * c, 0, item.t0,
-                       item.kv_head, plan.q_batch ? item.batch : 0);
+            for (int c = 0; c < kPanels; ++c) {
+              const uint32_t panel = q_tile + stage * Shape::kQueryBytes + c * kQueryPanel;
+              const int batch = plan.q_batch ? item.batch : 0;
+              if constexpr (kSharedBias) {
+                const int row = (batch * static_cast<int>(p.T) + item.t0) * p.G;
+                load_box(panel, &maps.q, full_barrier, 64 * c, 0, 0, 2 * item.kv_head, row / kWarpRows);
+              } else {
+                load_box(panel, &maps.q, full_barrier, 64 * c, 0, item.t0, item.kv_head, batch);
+              }
+            }
           }
         }
 #pragma unroll 1
@@ -738,7 +795,8 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   constexpr float kSlack = 8.0f;
   constexpr DType kSameDType = std::is_same_v<T, __half> ? DType::kF16 : DType::kBF16;
   const int group = warp / 4;  // 0, 1: which 64 rows
-  const ThreadRows rows(64 * group + warp % 4 * 16, p.G);
+  const int first_row = 64 * group + warp % 4 * kWarpRows;
+  const ThreadRows rows = kSharedBias ? ThreadRows::with_shared_bias(first_row, p.G) : ThreadRows(first_row, p.G);
   const int first_query = 64 * group / p.G;
   // Low words of the operands' descriptors; uniform, so that those are computed beside the vector instructions. They
   // count in 16 bytes.
@@ -769,7 +827,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   uint32_t a[kS / 2][4];  // p, as operand fragments: two column blocks to one k block
   const uint32_t* bits = nullptr;
   int second_bits = 0;
-  MaskBits<kKeys> mask;
+  MaskBits<kKeys, kSharedBias ? 1 : 2> mask;
   uint32_t bits_rows[2] = {};  // in the first stage of bits in shared memory
   if constexpr (kBitsShared) {
     const int group = p.bits.group != 0 ? p.G : 1;
@@ -781,8 +839,9 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   }
   uint32_t bias_row = 0;
   if constexpr (kBias == Bias::kTile)
-    bias_row =
-        q_tile + Shape::kBiasAt + BiasPairs<kS>::lane_row(plan, p.bias.group != 0, 64 * group + warp % 4 * 16, p.G);
+    bias_row = q_tile + Shape::kBiasAt +
+               (kSharedBias ? SharedBiasPairs<kS>::lane_row(plan, first_row, p.G)
+                            : BiasPairs<kS>::lane_row(plan, p.bias.group != 0, first_row, p.G));
 
   // A stage is given back when all lanes of the warp have read it.
   const auto release_products = [&](uint64_t* empty) {  // after the wait for wgmma, which the warp does as one
@@ -860,17 +919,22 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
       wait(&bar.bias_full[bias_stage], slot >> bias_two & 1);
       if (!kGeneral || p.bias_dtype != DType::kF32) {
         const uint32_t row = bias_row + bias_stage * plan.bias_stage;
+        constexpr bool kHidesPairs = kMask == Mask::kBits && (kSharedBias || !kBitsShared);
         const auto add = [&](auto element, auto masked) {
-          BiasPairs<kS> pairs;
+          std::conditional_t<kSharedBias, SharedBiasPairs<kS>, BiasPairs<kS>> pairs;
           pairs.template add<decltype(element), decltype(masked)::value>(x, row, plan.bias_panel, factor, mask);
         };
         const auto add_masked_or_not = [&](auto element) {
-          if (kMask == Mask::kBits && !kBitsShared && hide) add(element, std::true_type());
-          else add(element, std::false_type());
+          if (kHidesPairs && hide) {
+            if constexpr (kSharedBias && kBitsShared) mask.load(bits_rows, slot % kBitsStages * plan.bits_stage);
+            add(element, std::true_type());
+          } else {
+            add(element, std::false_type());
+          }
         };
         if (!kGeneral || p.bias_dtype == kSameDType) add_masked_or_not(T());
         else add_masked_or_not(std::conditional_t<std::is_same_v<T, __half>, __nv_bfloat16, __half>());
-        if (!kBitsShared) hide = false;
+        if (kHidesPairs) hide = false;
       } else {
         add_f32_bias(x, q_tile + Shape::kBiasAt + bias_stage * plan.bias_stage, plan, p.bias.group != 0, rows, factor);
       }
@@ -890,7 +954,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[n][i] *= factor;
     }
-    if constexpr (kMask == Mask::kBits)
+    if constexpr (kMask == Mask::kBits && !kSharedBias)
       if (hide) {
         if constexpr (kBitsShared) mask.load(bits_rows, slot % kBitsStages * plan.bits_stage);
         mask.hide(x);

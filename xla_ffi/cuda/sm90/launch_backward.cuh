@@ -9,6 +9,7 @@
 #include "backward.cuh"
 #include "backward_wide.cuh"
 #include "launch.h"
+#include "launch_bias_gradient.cuh"
 
 namespace jax_dma::sm90 {
 
@@ -157,11 +158,36 @@ BackwardKernel kernel_of(Staging staging, bool tall, bool staged) {
   }
 }
 
+template <class T>
+cudaError_t round_dbias(const Problem& p, const BackwardBuffers& buffers, cudaStream_t stream) {
+  return sm80::launch(jax_dma_sm90_round_dbias<T>, ceil_div(buffers.dbias_elements, 256), 256, 0, stream,
+                      static_cast<const float*>(buffers.dbias), p.dbias.data, buffers.dbias_elements, p.bias_dtype);
+}
+
+// All gradients but that of bias, and then that one.
+template <class T, int kHeadDim>
+cudaError_t launch_apart(const Problem& p, const BackwardBuffers& buffers, const BiasGradient& gradient,
+                         cudaStream_t stream) {
+  Problem others = p;
+  others.dbias = {};
+  cudaError_t error =
+      launch_backward<T, kHeadDim>(others, {buffers.row_stats, buffers.dq, buffers.turn, nullptr, 0}, stream);
+  if (error == cudaSuccess) error = cudaMemsetAsync(buffers.dbias, 0, buffers.dbias_elements * sizeof(float), stream);
+  const BackwardScratch scratch{buffers.row_stats, buffers.dq, buffers.turn, buffers.dbias,
+                                ceil_div(p.T, queries_per_tile(p.G) / kQueryParts)};
+  if (error == cudaSuccess) error = launch_bias_gradient<T, kHeadDim>(p, scratch, gradient, stream);
+  return error == cudaSuccess ? round_dbias<T>(p, buffers, stream) : error;
+}
+
 template <class T, int kHeadDim>
 cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cudaStream_t stream) {
   using sm80::launch;
   if (p.T == 0 || p.S == 0 || p.B == 0 || p.G > kRows || p.H % 8 != 0 || p.Hv % 8 != 0 || encode_tiled() == nullptr)
     return cudaErrorNotSupported;
+  if constexpr (kHeadDim <= 128) {
+    BiasGradient gradient{};
+    if (plan_bias_gradient(p, buffers, &gradient)) return launch_apart<T, kHeadDim>(p, buffers, gradient, stream);
+  }
   const int queries = queries_per_tile(p.G) / kQueryParts;
   BackwardMaps maps{};
   BackwardPlan plan{};
@@ -181,7 +207,12 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
   const BackwardScratch scratch{buffers.row_stats, buffers.dq, buffers.turn, buffers.dbias,
                                 tall ? kQueryParts * p.query_tiles : ceil_div(p.T, queries)};
   const int64_t tiles = p.B * p.K * scratch.tiles;
-  cudaError_t error = launch(jax_dma_sm90_row_stats<T, kHeadDim>, tiles, 256, 0, stream, p, scratch);
+  // The kernels before and after have instances for half of 64 channels.
+  constexpr int kHalf = kHeadDim == 64 ? 32 : kHeadDim;
+  const bool few_channels = p.H <= kHalf, few_v_channels = p.Hv <= kHalf;
+  cudaError_t error = launch(
+      few_v_channels ? jax_dma_sm90_row_stats<T, kHeadDim, kHalf> : jax_dma_sm90_row_stats<T, kHeadDim, kHeadDim>,
+      tiles, threads_for(few_v_channels ? kHalf : kHeadDim), 0, stream, p, scratch);
   if (error == cudaSuccess && buffers.dbias != nullptr)
     error = cudaMemsetAsync(buffers.dbias, 0, buffers.dbias_elements * sizeof(float), stream);
 
@@ -197,6 +228,9 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
   const bool in_order = p.deterministic && buffers.dbias != nullptr;
   plan.heads = in_order ? 1 : heads;
   plan.parts = in_order && p.dbias.col == 0 ? 1 : parts;
+  // Sums for which the L2 cache is too small: one head's are finished before the next one's.
+  constexpr int64_t kLargeSums = int64_t{16} << 20;  // bytes
+  plan.heads_apart = !in_order && p.dbias.kv != 0 && buffers.dbias_elements * 4 > kLargeSums;
   plan.chunk = p.causal ? std::min(plan.heads, 16) : 1;
   for (plan.first_head = 0; plan.first_head < heads; plan.first_head += plan.heads)
     for (plan.first_part = 0; plan.first_part < parts && error == cudaSuccess; plan.first_part += plan.parts)
@@ -206,10 +240,11 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
                  : kernel_of<T, kHeadDim, decltype(mask), decltype(bias)>(staging, tall, staged);
         return launch(kernel, int64_t{plan.parts} * plan.heads, kThreads, plan.shared, stream, p, maps, scratch, plan);
       });
-  if (error == cudaSuccess) error = launch(jax_dma_sm90_reorder_dq<T, kHeadDim>, tiles, 256, 0, stream, p, scratch);
-  if (error == cudaSuccess && buffers.dbias_elements > 0)
-    error = launch(jax_dma_sm90_round_dbias<T>, ceil_div(buffers.dbias_elements, 256), 256, 0, stream,
-                   static_cast<const float*>(buffers.dbias), p.dbias.data, buffers.dbias_elements, p.bias_dtype);
+  if (error == cudaSuccess)
+    error = launch(
+        few_channels ? jax_dma_sm90_reorder_dq<T, kHeadDim, kHalf> : jax_dma_sm90_reorder_dq<T, kHeadDim, kHeadDim>,
+        tiles, threads_for(few_channels ? kHalf : kHeadDim), 0, stream, p, scratch);
+  if (error == cudaSuccess && buffers.dbias_elements > 0) error = round_dbias<T>(p, buffers, stream);
   return error;
 }
 

@@ -11,17 +11,13 @@ namespace jax_dma::sm90 {
 // bits_in_shared: whether TMA should load mask bits.
 inline bool encode_forward_maps(const Problem& p, Bias bias_kind, bool bits_in_shared, int keys, int row_bytes,
                                 ForwardMaps* maps, ForwardPlan* plan) {
-  const int64_t qb = batch_stride(p, p.q), kb = batch_stride(p, p.k), vb = batch_stride(p, p.v);
-  const int64_t bb = batch_stride(p, p.bias);
-  if (qb < 0 || kb < 0 || vb < 0) return false;
-  plan->q_batch = qb != 0, plan->k_batch = kb != 0, plan->v_batch = vb != 0, plan->bias_batch = bb > 0;
+  const int64_t kb = batch_stride(p, p.k), vb = batch_stride(p, p.v), bb = batch_stride(p, p.bias);
+  if (kb < 0 || vb < 0) return false;
+  plan->k_batch = kb != 0, plan->v_batch = vb != 0, plan->bias_batch = bb > 0;
   const auto keyed = [&](CUtensorMap* map, const View& view, int64_t channels, int64_t batch) {
     return encode(map, p.dtype, view.data, channels,
                   {{p.S, view.row, keys}, {p.K, view.kv, 1}, {p.B, batch, 1}, {1, 0, 1}}, row_bytes);
   };
-  if (!encode(&maps->q, p.dtype, p.q.data, p.H,
-              {{p.G, p.q.group, p.G}, {p.T, p.q.row, plan->queries}, {p.K, p.q.kv, 1}, {p.B, qb, 1}}, row_bytes))
-    return false;
   if (!keyed(&maps->k, p.k, p.H, kb) || !keyed(&maps->v, p.v, p.Hv, vb)) return false;
   if (bits_in_shared) {
     const int64_t mb = batch_stride(p, p.bits);
@@ -39,6 +35,32 @@ inline bool encode_forward_maps(const Problem& p, Bias bias_kind, bool bits_in_s
       encode(&maps->bias, p.bias_dtype, p.bias.data, p.S,
              {{group, p.bias.group, group}, {p.T, p.bias.row, plan->queries}, {p.K, p.bias.kv, 1}, {p.B, bb, 1}});
   return true;
+}
+
+// Whether the rows of a tile can be in the order that goes with shared_tile_bias.
+inline bool can_share_bias(const Problem& p) {
+  if (p.G < 2 || kWarpRows % p.G != 0 || p.bias.group != 0 || p.bits.group != 0) return false;
+  const int64_t batch = batch_stride(p, p.q), rows = p.B * p.T * p.G;
+  return (p.K == 1 || p.q.kv == p.G * p.q.group) && (batch == 0 || batch == p.T * p.q.row) &&
+         p.T * p.G % kWarpRows == 0 && rows < INT32_MAX;
+}
+// `share_bias`: a box is in that order.
+inline bool encode_queries(const Problem& p, bool share_bias, int rows, int row_bytes, ForwardMaps* maps,
+                           ForwardPlan* plan) {
+  const int64_t batch = batch_stride(p, p.q);
+  plan->q_batch = batch > 0;
+  if (batch < 0) return false;
+  if (!share_bias)
+    return encode(&maps->q, p.dtype, p.q.data, p.H,
+                  {{p.G, p.q.group, p.G}, {p.T, p.q.row, plan->queries}, {p.K, p.q.kv, 1}, {p.B, batch, 1}}, row_bytes);
+  // Both halves of the heads of a warp's queries, and so on for all queries of all batch entries.
+  const int half = p.G / 2, queries = kWarpRows / p.G;
+  return encode(&maps->q, p.dtype, p.q.data, p.H,
+                {{half, p.q.group, half},
+                 {queries, p.q.row, queries},
+                 {2 * p.K, half * p.q.group, 2},
+                 {(batch > 0 ? p.B : 1) * p.T / queries, queries * p.q.row, rows / kWarpRows}},
+                row_bytes);
 }
 
 // How many parts to divide the keys of each tile among, so that few tiles still fill the device. Partial results must
@@ -138,7 +160,12 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
       plan.bits_at = (bytes + 127) / 128 * 128, plan.bits_stage = (plan.bits_bytes + 127) / 128 * 128;
       bytes = plan.bits_at + kBitsStages * plan.bits_stage;
     }
-    if (bytes > shared) return cudaErrorNotSupported;
+    // (At larger head dimensions it gains nothing without a mask.)
+    constexpr bool kMayShare = BiasKind::kind == Bias::kTile &&
+                               (MaskKind::kind == Mask::kBits || (MaskKind::kind == Mask::kNone && kHeadDim <= 64));
+    const bool share_bias = kMayShare && !general && can_share_bias(p);
+    if (bytes > shared || !encode_queries(p, share_bias, Shape::kRows, Shape::kRowBytes, &maps, &plan))
+      return cudaErrorNotSupported;
     if (in_product && !kWritten) {
       error = fill_bias_records(p, static_cast<Record*>(plan.records.data), records, stream);
       if (error != cudaSuccess) return error;
@@ -147,8 +174,13 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
     const auto launch = [&](auto kernel) {
       return sm80::launch(kernel, std::min(items, blocks), Shape::kThreads, bytes, stream, p, maps, plan);
     };
-    const cudaError_t launched = general ? launch(jax_dma_sm90_forward<T, kHeadDim, MaskKind, BiasKind, true>)
-                                         : launch(jax_dma_sm90_forward<T, kHeadDim, MaskKind, BiasKind, false>);
+    const auto launch_instance = [&] {
+      if (general) return launch(jax_dma_sm90_forward<T, kHeadDim, MaskKind, BiasKind, true>);
+      if constexpr (kMayShare)
+        if (share_bias) return launch(jax_dma_sm90_forward<T, kHeadDim, MaskKind, shared_tile_bias, false>);
+      return launch(jax_dma_sm90_forward<T, kHeadDim, MaskKind, BiasKind, false>);
+    };
+    const cudaError_t launched = launch_instance();
     if (plan.splits == 1 || launched != cudaSuccess) return launched;
     return sm80::launch(jax_dma_sm90_combine<T>, ceil_div(p.B * p.N * p.T, 4), 128, 0, stream, p, plan.partial,
                         plan.splits);

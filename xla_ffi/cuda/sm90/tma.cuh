@@ -91,6 +91,8 @@ __device__ __forceinline__ void barrier_init_fence() {
 }
 // Makes this thread's ordinary writes to shared memory visible to TMA and wgmma.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders this thread's ordinary accesses to device memory before the bulk copies that it issues.
+__device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(ptx::shared_address(barrier)) : "memory");
 }
