@@ -53,17 +53,17 @@ def test_every_broadcast_pattern_of_bias_alone(implementation, bias):
     ids=["plain", "mask_of_keys", "causal", "one_head", "group", "heads_of_a_group", "two_batch_axes", "dense_mask"]
     + ["wide_heads"],
 )
-def test_sums_over_the_batch_in_a_fixed_order(implementation, case):
+def test_sums_over_the_batch_in_a_fixed_order(kernels, case):
     """dbias is summed over the batch, and over heads; in a fixed order a kernel of its own does that (CASES 2, 28)."""
-    check(implementation, case, poison(case, make(case)), deterministic=True)
+    check(kernels, case, poison(case, make(case)), deterministic=True)
 
 
 @pytest.mark.parametrize("mask", [None, "B11S"])
-def test_sums_over_one_batch_axis_in_a_fixed_order(implementation, mask):
+def test_sums_over_one_batch_axis_in_a_fixed_order(kernels, mask):
     """[2, 1, K, T, S] over a batch of [2, 10]: as many sums as the first axis has entries (CASES 2)."""
     case = Case((2, 10), 100, 136, 2, 2, 32, dtype="bfloat16", mask=mask, bias="BKTS")
     inputs = make(case)
-    check(implementation, case, inputs._replace(bias=inputs.bias[:, :1]), deterministic=True)
+    check(kernels, case, inputs._replace(bias=inputs.bias[:, :1]), deterministic=True)
 
 
 @pytest.mark.parametrize("mask", INTERVAL_PATTERNS)
@@ -194,12 +194,12 @@ def test_deterministic_gradients_are_bitwise_the_same(implementation, bias):
 
 
 @pytest.mark.parametrize("mask", [None, "B11S"])
-def test_sums_over_the_batch_are_bitwise_the_same(implementation, mask):
-    case = fit(Case((40,), 150, 264, 2, 2, 32, dtype="bfloat16", mask=mask, bias="1KTS"), implementation)
+def test_sums_over_the_batch_are_bitwise_the_same(kernels, mask):
+    case = fit(Case((40,), 150, 264, 2, 2, 32, dtype="bfloat16", mask=mask, bias="1KTS"), kernels)
     inputs = make(case)
-    first, again = (evaluate(implementation, case, inputs, deterministic=True) for _ in range(2))
+    first, again = (evaluate(kernels, case, inputs, deterministic=True) for _ in range(2))
     assert first.dbias.tobytes() == again.dbias.tobytes() and first.dq.tobytes() == again.dq.tobytes()
-    check(implementation, case, inputs, deterministic=True)
+    check(kernels, case, inputs, deterministic=True)
 
 
 def test_values_are_the_same_without_lse_and_gradients(implementation):
