@@ -118,7 +118,8 @@ def analyse_all(mask, *, shape, causal):
 
 
 # The analysis of a mask that varies over queries and keys, as a primitive: a kernel reads the mask once on a GPU, where
-# plain JAX reads it several times over. Under `causal` the result may leave out whole tiles that this rule hides.
+# plain JAX reads it several times over. Under `causal` the result may leave out whole tiles that this rule hides: they
+# have nothing visible then, and their bits may be anything.
 plan_p = Primitive("jax_dma_plan")
 plan_p.multiple_results = True
 

@@ -1,5 +1,7 @@
 """The plan of a dense mask: packed bits and tile classes against brute force."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,7 +91,7 @@ def test_tile_classes(platform, pattern):
 @pytest.mark.parametrize("T, S", [(100, 700), (300, 300), (700, 200), (65, 1056)])
 @pytest.mark.parametrize("pattern", ["11TS", "1NTS"])
 def test_tiles_hidden_by_the_causal_rule(platform, T, S, pattern):
-    """The kernel takes them as hidden without reading them; plain JAX analyses the whole mask."""
+    """The kernel takes them as hidden, and does not write their bits; plain JAX analyses the whole mask."""
     case = Case((2,), T, S, 8, 2, 8, mask=pattern)
     mask = np.random.default_rng(T).random(case.shape(pattern)) < 0.5
     mask[..., :128] = True
@@ -97,7 +99,30 @@ def test_tiles_hidden_by_the_causal_rule(platform, T, S, pattern):
     seen = np.arange(S) // KEY_TILE * KEY_TILE <= last_queries[:, None] + S - T
     assert not seen.all()
     causal = jax.jit(lambda m: plan_for(m, *shapes(case), causal=True))(mask)
+    if platform == "cuda":
+        causal = dataclasses.replace(causal, bits=jnp.where(pack_bits(jnp.asarray(seen)) != 0, causal.bits, 0))
     assert_same_plan(causal, jax_dma.plan(mask & seen if platform == "cuda" else mask, *shapes(case)))
+
+
+def test_bits_of_tiles_that_the_causal_rule_hides_do_not_matter(implementation):
+    """They may be anything in a causal call: the same results and gradients with zeros and with ones there."""
+    case = fit(Case((2,), 230, 700, 8, 2, 16, mask="1KTS", bias="1KTS"), implementation)
+    inputs = make(case)
+    last_queries = np.minimum(np.arange(case.T) // 32 * 32 + 31, case.T - 1)
+    hidden = np.arange(case.S) // KEY_TILE * KEY_TILE > last_queries[:, None] + case.S - case.T
+    assert hidden.any()
+    zeros = jax_dma.plan(inputs.mask & ~hidden, *inputs[:2])
+    ones = dataclasses.replace(zeros, bits=zeros.bits | pack_bits(jnp.asarray(hidden)))
+
+    @jax.jit
+    def both(plan, q, k, v, bias):
+        options = dict(is_causal=True, deterministic=True, implementation=implementation)
+        attend = lambda *x: jax_dma.attention(*x[:3], plan, x[3], **options)
+        out, vjp = jax.vjp(attend, q, k, v, bias)
+        return out, *vjp(out)
+
+    for got, want in zip(both(ones, *inputs[:3], inputs.bias), both(zeros, *inputs[:3], inputs.bias)):
+        np.testing.assert_array_equal(got, want)
 
 
 def shapes(case):

@@ -12,31 +12,39 @@ namespace jax_dma::plan {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kRows = 8;  // read at once
 constexpr int kLaneKeys = 16, kWarpKeys = 32 * kLaneKeys, kWarpTiles = kWarpKeys / kKeyTile;
 static_assert(kWarps * kWarpTiles == kTilesPerWord);
 
 // Four bytes of 0 or 1 to four bits: the product gathers them, in order, in its highest byte.
 __device__ __forceinline__ uint32_t four_bits(uint32_t bytes) { return (bytes * 0x01020408u) >> 24; }
 
-// 16 mask bytes from `row` as bits; those from `end` on are 0.
-template <bool kWhole>
-__device__ __forceinline__ uint32_t sixteen_bits(const uint8_t* row, int64_t key, int64_t end) {
-  if constexpr (kWhole) {  // rows begin at multiples of 16 bytes and `end` is one
-    if (key >= end) return 0;
-    const uint4 bytes = __ldg(reinterpret_cast<const uint4*>(row + key));
-    return four_bits(bytes.x) | four_bits(bytes.y) << 4 | four_bits(bytes.z) << 8 | four_bits(bytes.w) << 12;
-  } else {
-    uint32_t bits = 0;
+__device__ __forceinline__ uint32_t sixteen_bits(uint4 bytes) {
+  return four_bits(bytes.x) | four_bits(bytes.y) << 4 | four_bits(bytes.z) << 8 | four_bits(bytes.w) << 12;
+}
+__device__ __forceinline__ uint32_t up_to_sixteen_bits(const uint8_t* bytes, int count) {
+  uint32_t bits = 0;
 #pragma unroll
-    for (int i = 0; i < kLaneKeys; ++i)
-      if (key + i < end) bits |= uint32_t{row[key + i]} << i;
-    return bits;
-  }
+  for (int i = 0; i < kLaneKeys; ++i)
+    if (i < count) bits |= uint32_t{bytes[i]} << i;
+  return bits;
+}
+
+// From 16 bits a lane of each of four rows to 64 neighbouring bits of row `row_of_lane()`: lanes 4 i to 4 i + 3 have
+// those of keys 64 i to 64 i + 63.
+__device__ __forceinline__ int row_of_lane() { return threadIdx.x % 2 * 2 + threadIdx.x / 2 % 2; }
+__device__ __forceinline__ uint2 gather_row(const uint32_t (&bits)[4]) {
+  const bool odd = threadIdx.x % 2 != 0, upper = threadIdx.x / 2 % 2 != 0;
+  const uint32_t low = bits[0] | bits[1] << 16, high = bits[2] | bits[3] << 16;
+  const uint32_t other = __shfl_xor_sync(~0u, odd ? low : high, 1);
+  const uint32_t left = odd ? other : low, right = odd ? high : other;
+  const uint32_t first = __byte_perm(left, right, 0x5410), second = __byte_perm(left, right, 0x7632);
+  const uint32_t mine = upper ? second : first, neighbour = __shfl_xor_sync(~0u, upper ? first : second, 2);
+  return upper ? make_uint2(neighbour, mine) : make_uint2(mine, neighbour);
 }
 
 template <bool kWhole>
-__global__ void __launch_bounds__(kThreads, 2048 / kThreads)
-    jax_dma_plan(const PlanProblem p, int groups, int heads_of_group) {
+__global__ void __launch_bounds__(kThreads, 4) jax_dma_plan(const PlanProblem p, int groups, int heads_of_group) {
   const int queries = queries_per_tile(p.G);
   const int query_tiles = static_cast<int>(ceil_div(p.T, queries)),
             key_tiles = static_cast<int>(ceil_div(p.S, kKeyTile));
@@ -59,26 +67,38 @@ __global__ void __launch_bounds__(kThreads, 2048 / kThreads)
 
   const int first_tile = (word * kWarps + warp) * kWarpTiles;  // of the warp's keys
   const int64_t key = int64_t{first_tile} * kKeyTile + lane * kLaneKeys;
-  if (int64_t{first_tile} * kKeyTile >= end) {  // hidden: a lane writes the four words of a row and key tile
-    const int key_tile = first_tile + lane % kWarpTiles;
-    for (int g = 0; g < heads_of_group && key_tile < key_tiles; ++g)
-      for (int r = lane / kWarpTiles; r < rows; r += 32 / kWarpTiles)
-        reinterpret_cast<uint4*>(p.bits)[((head + g) * p.T + t0 + r) * key_tiles + key_tile] = {};
-  } else {
-    const int64_t inside = p.S - key;  // keys of this lane that there are
+  if (int64_t{first_tile} * kKeyTile < end) {  // otherwise no bits are written: those are of hidden tiles only
+    const int64_t inside = p.S - key;          // keys of this lane that there are
     const uint32_t all = inside >= kLaneKeys ? 0xffffu : inside <= 0 ? 0u : (1u << inside) - 1;
+    const int count = static_cast<int>(max(min(end - key, int64_t{kLaneKeys}), int64_t{0}));  // of them, to be read
+    const uint32_t read = count > 0 ? 0xffffu : 0u;
+    const int word_of_lane = first_tile * 4 + lane / 4 * 2;  // words past the last key tile do not exist
     bool seen = false, full = true;
     for (int g = 0; g < heads_of_group; ++g) {
-      const uint8_t* const mask = p.mask + (head + g) * p.T * p.S + t0 * p.S;
-      uint32_t* const out = p.bits + ((head + g) * p.T + t0) * 4 * key_tiles;
-#pragma unroll 4
-      for (int r = 0; r < rows; ++r) {
-        const uint32_t bits = sixteen_bits<kWhole>(mask + r * p.S, key, end);
-        seen |= bits != 0, full &= bits == all;
-        // Two lanes make a word. Words past the last key tile do not exist.
-        const uint32_t high = __shfl_down_sync(~0u, bits, 1);
-        const int64_t at = key / 32;
-        if (lane % 2 == 0 && at < 4 * key_tiles) out[r * 4 * int64_t{key_tiles} + at] = bits | high << 16;
+      const uint8_t* const mask = p.mask + ((head + g) * p.T + t0) * p.S + (kWhole ? min(key, end - kLaneKeys) : key);
+      uint32_t* const out = p.bits + ((head + g) * p.T + t0) * 4 * key_tiles + word_of_lane;
+      for (int r = 0; r < rows; r += kRows) {
+        const auto row = [&](int i) { return mask + min(r + i, rows - 1) * p.S; };
+        uint32_t bits[kRows / 4][4];
+        if constexpr (kWhole) {  // rows begin at multiples of 16 bytes and `end` is one
+          uint4 bytes[kRows];    // with no branch between the loads: they are to be in flight together
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) bytes[i] = __ldg(reinterpret_cast<const uint4*>(row(i)));
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) bits[i / 4][i % 4] = sixteen_bits(bytes[i]) & read;
+        } else {
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) bits[i / 4][i % 4] = up_to_sixteen_bits(row(i), count);
+        }
+#pragma unroll
+        for (int i = 0; i < kRows / 4; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) seen |= bits[i][j] != 0, full &= bits[i][j] == all;
+          const uint2 words = gather_row(bits[i]);
+          const int at = r + 4 * i + row_of_lane();
+          if (at < rows && word_of_lane < 4 * key_tiles)
+            *reinterpret_cast<uint2*>(out + at * 4 * int64_t{key_tiles}) = words;
+        }
       }
     }
     const uint32_t seen_lanes = __ballot_sync(~0u, seen), full_lanes = __ballot_sync(~0u, full);

@@ -11,10 +11,10 @@ struct PlanProblem {
   const uint8_t* mask;  // [outer, heads, T, S], one byte an element, 0 or 1
   int64_t outer;        // product of the batch axes
   int64_t T, S;
-  int heads;                 // of the mask: 1, K or N
-  int G;                     // query heads of a key/value head
-  bool causal;               // tiles that the causal rule hides altogether are not read: they count as hidden
-  uint32_t* bits;            // [outer, heads, T, 4 * key tiles]
+  int heads;       // of the mask: 1, K or N
+  int G;           // query heads of a key/value head
+  bool causal;     // tiles that this rule hides altogether count as hidden, and their bits are neither read nor written
+  uint32_t* bits;  // [outer, heads, T, 4 * key tiles]
   uint32_t* tiles_by_query;  // [outer, K|1, query tiles, 2, words of 32 key tiles]
   uint32_t* tiles_by_key;    // [outer, K|1, key tiles, 2, words of 32 query tiles]
 };
