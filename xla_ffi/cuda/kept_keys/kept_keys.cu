@@ -17,13 +17,14 @@ __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ uint32_t lanes_below() { return (1u << lane()) - 1; }
 
 // Exclusive prefix sum over the warps of a block of a value that each warp holds; `total` is the sum.
+template <int kCount = kWarps>
 __device__ __forceinline__ int prefix_over_warps(int value, int* shared, int* total) {
   __syncthreads();
   if (lane() == 0) shared[threadIdx.x / 32] = value;
   __syncthreads();
   int before = 0, sum = 0;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
+  for (int w = 0; w < kCount; ++w) {
     if (w < static_cast<int>(threadIdx.x) / 32) before += shared[w];
     sum += shared[w];
   }
@@ -67,6 +68,9 @@ __global__ void __launch_bounds__(kThreads) jax_dma_count_kept_keys(const ListsP
     count += of_key.count > 0, runs += of_key.count;
   }
   count = __reduce_add_sync(~0u, count), runs = __reduce_add_sync(~0u, runs);
+  // Bounds of no key, which the next kernel narrows.
+  const int64_t group = int64_t{chunk} * (kChunk / kGroup) + threadIdx.x, groups = (p.S + kGroup - 1) / kGroup;
+  if (threadIdx.x < kChunk / kGroup && group < groups) p.bounds[row * groups + group] = make_int2(INT32_MAX, INT32_MIN);
   int2 total;
   prefix_over_warps(count, shared[0], &total.x), prefix_over_warps(runs, shared[1], &total.y);
   if (threadIdx.x == 0) p.chunk_counts[row * (chunks + 1) + chunk] = total;
@@ -77,6 +81,7 @@ __global__ void __launch_bounds__(kThreads) jax_dma_compact_kept_keys(const List
   __shared__ int shared[2][kWarps];
   const int64_t row = blockIdx.x / chunks;
   const int chunk = static_cast<int>(blockIdx.x % chunks), room = p.runs * p.length;
+  const int64_t groups = (p.S + kGroup - 1) / kGroup;
   const int32_t *start = p.start + row * p.S, *end = p.end + row * p.S;
   const int2* const counts = p.chunk_counts + row * (chunks + 1);
   const int64_t s0 = int64_t{chunk} * kChunk + static_cast<int>(threadIdx.x) / 32 * (32 * kEach) + lane();
@@ -105,10 +110,21 @@ __global__ void __launch_bounds__(kThreads) jax_dma_compact_kept_keys(const List
     const int64_t s = s0 + 32 * j;
     const int up_to = sum_up_to_lane(runs[j].count), offset = min(runs_base + up_to - runs[j].count, room);
     if (s < p.S) p.offsets[row * p.S + s] = offset;
+    const int place = place0 + __popc(votes[j] & lanes_below());
+    int from = INT32_MAX, to = INT32_MIN;
     if (runs[j].count > 0) {
-      int32_t* const entry = p.entries + row * 4 * p.S + place0 + __popc(votes[j] & lanes_below());
-      entry[0] = static_cast<int32_t>(s), entry[p.S] = start[s], entry[2 * p.S] = end[s];
+      int32_t* const entry = p.entries + row * 4 * p.S + place;
+      from = start[s], to = end[s];
+      entry[0] = static_cast<int32_t>(s), entry[p.S] = from, entry[2 * p.S] = to;
       entry[3 * p.S] = offset - runs[j].first;
+    }
+    // These neighbours belong to one group or two.
+    for (int group = place0 / kGroup; group * kGroup < place0 + __popc(votes[j]); ++group) {
+      const bool in_group = place / kGroup == group;
+      const int first = __reduce_min_sync(~0u, in_group ? from : INT32_MAX),
+                last = __reduce_max_sync(~0u, in_group ? to : INT32_MIN);
+      int2* const bound = p.bounds + row * groups + group;
+      if (lane() == 0) atomicMin(&bound->x, first), atomicMax(&bound->y, last);
     }
     place0 += __popc(votes[j]), runs_base += __shfl_sync(~0u, up_to, 31);
   }
@@ -116,32 +132,23 @@ __global__ void __launch_bounds__(kThreads) jax_dma_compact_kept_keys(const List
   if (chunk == chunks - 1 && threadIdx.x == 0) p.chunk_counts[row * (chunks + 1) + chunks].x = base;
 }
 
-// One warp a group.
-__global__ void __launch_bounds__(kThreads) jax_dma_bound_kept_keys(const ListsProblem p, int chunks, int groups) {
-  const int64_t index = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
-  if (index >= p.outer * p.heads * groups) return;
-  const int64_t row = index / groups;
-  const int first = static_cast<int>(index % groups) * kGroup, count = p.chunk_counts[row * (chunks + 1) + chunks].x;
-  int smallest = INT32_MAX, largest = INT32_MIN;
-  const int32_t *const start = p.entries + (row * 4 + 1) * p.S, *const end = start + p.S;
-  for (int i = first + lane(); i < min(first + kGroup, count); i += 32)
-    smallest = min(smallest, start[i]), largest = max(largest, end[i]);
-  smallest = __reduce_min_sync(~0u, smallest), largest = __reduce_max_sync(~0u, largest);
-  if (lane() == 0) p.bounds[index] = make_int2(smallest, largest);
-}
-
 // In which order a run's keys are listed: those that all of it sees; then those that its first query sees, the longer
 // the earlier, in steps of a 128th of the run; then the others.
 constexpr int kSteps = 128, kClasses = kSteps + 2;
-__device__ __forceinline__ int list_class(int start, int end, int t0, int t1, int step) {
-  return start > t0 ? kSteps + 1 : end >= t1 ? 0 : kSteps - (end - t0 - 1) / step;
+__device__ __forceinline__ int list_class(int start, int end, int t0, int t1, float per_step) {
+  const int steps = static_cast<int>((end - t0 - 0.5f) * per_step);  // (end - t0 - 1) / step
+  return start > t0 ? kSteps + 1 : end >= t1 ? 0 : kSteps - steps;
 }
 
+constexpr int kFewLists = 132;  // a block of 1,024 threads for each multiprocessor of an H200
+template <int kThreads>
 __global__ void __launch_bounds__(kThreads, 1) jax_dma_list_kept_keys(const ListsProblem p, int chunks, int groups) {
+  constexpr int kWarps = kThreads / 32;
   __shared__ int shared[kWarps], live[kThreads], before[kWarps][kClasses];
   const int run = blockIdx.x % p.runs;
   const int64_t row = blockIdx.x / p.runs, outer = row / p.heads, head = row % p.heads;
-  const int t0 = run * p.R, t1 = min(t0 + p.R, static_cast<int>(p.T)), step = (p.R + kSteps - 1) / kSteps;
+  const int t0 = run * p.R, t1 = min(t0 + p.R, static_cast<int>(p.T));
+  const float per_step = 1.0f / ((p.R + kSteps - 1) / kSteps);
   const int32_t *const entries = p.entries + row * 4 * p.S, *const start = entries + p.S, *const end = start + p.S,
                        *const offset = end + p.S;
   const int count = p.chunk_counts[row * (chunks + 1) + chunks].x, used = (count + kGroup - 1) / kGroup;
@@ -152,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 1) jax_dma_list_kept_keys(const List
   int32_t* const places = p.places + row * room;
 
   // First in order: `first` takes the keys' entries and `last` their classes.
-  int listed = 0, whole_of_warp = 0;
+  int listed = 0, whole = 0;
   for (int g0 = 0; g0 < used; g0 += kThreads) {
     // Which of the next groups have a key that the run sees.
     const int g = g0 + threadIdx.x;
@@ -163,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1) jax_dma_list_kept_keys(const List
     }
     const uint32_t votes = __ballot_sync(~0u, alive);
     int lives;
-    const int place = prefix_over_warps(__popc(votes), shared, &lives) + __popc(votes & lanes_below());
+    const int place = prefix_over_warps<kWarps>(__popc(votes), shared, &lives) + __popc(votes & lanes_below());
     if (alive) live[place] = g;
     __syncthreads();
     for (int i = 0; i < lives; i += kWarps) {  // a group a warp
@@ -177,14 +184,14 @@ __global__ void __launch_bounds__(kThreads, 1) jax_dma_list_kept_keys(const List
         if (at < count) {
           const int from = start[at], to = end[at];
           of_key[j] = offset[at] + run;
-          seen = from < t1 && to > t0, class_of[j] = list_class(from, to, t0, t1, step);
+          seen = from < t1 && to > t0, class_of[j] = list_class(from, to, t0, t1, per_step);
         }
         mine[j] = __ballot_sync(~0u, seen);
-        whole_of_warp += __popc(__ballot_sync(~0u, seen && class_of[j] == 0));
+        whole += seen && class_of[j] == 0;
         found += __popc(mine[j]);
       }
       int total;
-      int base = listed + prefix_over_warps(found, shared, &total);
+      int base = listed + prefix_over_warps<kWarps>(found, shared, &total);
       listed += total;
 #pragma unroll
       for (int j = 0; j < kGroup / 32; ++j) {
@@ -231,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, 1) jax_dma_list_kept_keys(const List
   int of_class = 0, total;
   for (int w = 0; w < kWarps && c < kClasses; ++w) of_class += before[w][c];
   const int up_to = sum_up_to_lane(of_class);
-  int sum = prefix_over_warps(__shfl_sync(~0u, up_to, 31), shared, &total) + up_to - of_class;
+  int sum = prefix_over_warps<kWarps>(__shfl_sync(~0u, up_to, 31), shared, &total) + up_to - of_class;
   for (int w = 0; w < kWarps && c < kClasses; ++w) {
     const int of_warp = before[w][c];
     before[w][c] = sum, sum += of_warp;
@@ -248,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, 1) jax_dma_list_kept_keys(const List
   for (int i = listed + static_cast<int>(threadIdx.x); i < p.length; i += kThreads)
     keys[i] = static_cast<int32_t>(p.S), first[i] = 0, last[i] = 0;
   int whole_count;
-  prefix_over_warps(whole_of_warp, shared, &whole_count);
+  prefix_over_warps<kWarps>(__reduce_add_sync(~0u, whole), shared, &whole_count);
   if (threadIdx.x == 0) {
     p.counts[2 * list] = whole_count, p.counts[2 * list + 1] = listed;
     if (listed > p.length) keys[0] = -1, first[0] = 0, last[0] = p.R;
@@ -474,8 +481,14 @@ cudaError_t launch_lists(const ListsProblem& p, cudaStream_t stream) {
   if (rows == 0 || p.runs == 0) return cudaSuccess;
   jax_dma_count_kept_keys<<<rows * chunks, kThreads, 0, stream>>>(p, chunks);
   jax_dma_compact_kept_keys<<<rows * chunks, kThreads, 0, stream>>>(p, chunks);
-  jax_dma_bound_kept_keys<<<ceil_div(rows * groups, kWarps), kThreads, 0, stream>>>(p, chunks, groups);
-  jax_dma_list_kept_keys<<<rows * p.runs, kThreads, 0, stream>>>(p, chunks, groups);
+  // Few lists have large blocks, so that each takes less time.
+  const int64_t lists = rows * p.runs;
+  const auto list = [&](auto threads) {
+    jax_dma_list_kept_keys<threads.value><<<lists, threads.value, 0, stream>>>(p, chunks, groups);
+  };
+  if (lists <= kFewLists) list(std::integral_constant<int, 1024>());
+  else if (lists <= 2 * kFewLists) list(std::integral_constant<int, 512>());
+  else list(std::integral_constant<int, kThreads>());
   return cudaGetLastError();
 }
 
