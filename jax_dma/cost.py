@@ -242,8 +242,8 @@ def _workspace(explanation, call, mask, q, k, v, bias):
         q, k, v, bias = operands
         call = dataclasses.replace(call, has_bias=bias is not None, want_dbias=bias is not None)
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands if x is not None]
-        only_intervals = path.kind in ("intervals", "kept keys")
-        forward += _bytes(ffi.cuda_forward_workspace(q, k, v, bias, tuple(q.shape[:-3]), only_intervals))
+        kinds = path.kind in ("intervals", "kept keys"), path.kind == "dense"
+        forward += _bytes(ffi.cuda_forward_workspace(q, k, v, bias, tuple(q.shape[:-3]), *kinds))
         backward += _bytes(ffi.cuda_workspace(q, k, v, bias, call, tuple(q.shape[:-3]), results))
     return forward, backward
 

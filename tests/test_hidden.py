@@ -207,6 +207,29 @@ def test_large_logits_do_not_overflow(implementation):
     assert_close(got, want, case.dtype, factor=20)  # float32 holds a logit of 600 to 3e-5
 
 
+@pytest.mark.parametrize(
+    "H, dtype", [(32, "bfloat16"), (64, "float16"), (128, "bfloat16"), (128, "float16"), (256, "bfloat16")]
+)
+@pytest.mark.parametrize(
+    "mask, bias, is_causal, softcap",
+    [(None, None, True, None), ("1KTS", None, False, None), ("BK", None, False, None)]
+    + [(None, "1NTS", False, None), ("1KTS", "1KTS", True, None), ("11TS", "1NTS", False, 40.0)]
+    + [(None, "1K1S", True, None), ("BK", "1K1S", False, None), ("1KTS", "1K1S", False, None)],
+)
+def test_logits_far_above_those_before(kernels, H, dtype, mask, bias, is_causal, softcap):
+    """A few keys, others for each row and most of them late, outweigh all others by e^40 or so."""
+    case = fit(Case((2,), 250, 420, 8, 2, H, None, dtype, mask, bias, None, is_causal, None, softcap), kernels)
+    inputs, rng = make(case), np.random.default_rng(1)
+    if bias is None:
+        inputs.k[:, 130::37] *= 12
+    else:
+        far = (rng.random(inputs.bias.shape) < 0.01) & (np.arange(case.S) > 100)
+        inputs = inputs._replace(bias=np.where(far, 40 + 20 * inputs.bias, inputs.bias))
+    got, want = evaluate(kernels, case, inputs), judge(case, inputs)
+    out, lse, _ = TOLERANCE[case.dtype]
+    assert relative_error(got.out, want.out) <= out and lse_error(got.lse, want.lse) <= lse
+
+
 def test_a_mask_hides_in_a_float_mask_s_place():
     """An additive mask passed as bias and the bool mask it stands for give the same results."""
     case = Case((1,), 30, 50, 2, 1, 8, mask="11TS")

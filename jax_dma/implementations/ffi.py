@@ -122,7 +122,8 @@ def _kernel_head_dim(H, Hv):
 def plan(mask, T, S, N, K, causal):
     """The analysis of a dense mask [*batch, N|K|1, T, S] by the CUDA kernel; see :func:`jax_dma.tiles.analyse`.
 
-    Under ``causal`` tiles that the rule hides altogether are not read: they count as hidden.
+    Under ``causal`` tiles that the rule hides altogether are not read: they count as hidden, and their bits may be
+    anything.
     """
     types = jax.eval_shape(lambda mask: analyse(mask, T, S, N, K), jax.ShapeDtypeStruct(mask.shape, jnp.bool_))
     return custom_call("plan", [(x.shape, x.dtype) for x in types], mask, num_heads=N, num_kv_heads=K, causal=causal)
@@ -137,8 +138,8 @@ def forward(name, *operands, call):
     q, k, v = (_pad_channels(name, x) for x in (q, k, v))
     results = [result_type((*batch, T, N, v.shape[-1]), q.dtype, q), result_type((*batch, T, N, 2), jnp.float32, q)]
     if name == "cuda":
-        only_intervals = visibility.start is not None and visibility.bits is None
-        results += cuda_forward_workspace(q, k, v, bias, batch, only_intervals)
+        dense = visibility.bits is not None
+        results += cuda_forward_workspace(q, k, v, bias, batch, visibility.start is not None and not dense, dense)
     operands = [x for x in (q, k, v, *visibility, bias) if x is not None]
     out, lse, *_ = jax.ffi.ffi_call("jax_dma_forward", results)(*operands, config=_config(call))
     return out[..., :Hv], lse
@@ -163,7 +164,7 @@ def backward(name, *operands, call):
     return [dq[..., :H], dk[..., :H], dv[..., :Hv], *dbias]
 
 
-def cuda_forward_workspace(q, k, v, bias, batch, only_intervals):
+def cuda_forward_workspace(q, k, v, bias, batch, only_intervals, dense):
     """Scratch results of a forward call (xla_ffi/cuda/sm90/forward_scratch.h), one or none."""
     (T, N, _), (S, K) = q.shape[-3:], k.shape[-3:-1]
     tiles, key_tiles = -(-T // queries_per_tile(N // K)) * K * math.prod(batch), -(-S // KEY_TILE)
@@ -178,6 +179,10 @@ def cuda_forward_workspace(q, k, v, bias, batch, only_intervals):
         rows = math.prod(bias.shape[:-2])
         if tiles >= 4 * rows:
             size = max(size, rows * key_tiles * 648)
+    # What the kernel finds out about a bias tile that the entries of a batch share, before it uses it.
+    if bias is not None and bias.shape[-2] > 1 and math.prod(bias.shape[:-3]) == 1 and math.prod(batch) >= 64:
+        size = max(size, 128)
+    size += dense  # the counter that blocks take their work from
     return [result_type((size,), jnp.float32, q)] if size else []
 
 

@@ -10,7 +10,8 @@
 //   head dim   rows x keys   stages of q, k, v   shared memory: q + k + v
 //   32         192 x 128     2, 2, 2             24 + 16 + 16 = 56 KB
 //   64         192 x 128     2, 2, 2             48 + 32 + 32 = 112 KB
-//   128        128 x 128     1, 2, 2             32 + 64 + 64 = 160 KB
+//   128        192 x 64      1, 4, 4             48 + 64 + 64 = 176 KB
+//   or         128 x 128     1, 2, 2             32 + 64 + 64 = 160 KB (with a dense mask or a bias tile)
 //   256        128 x 64      1, 2, 2             64 + 64 + 64 = 192 KB
 // plus one or two stages of bias (192 x 128 x 2 bytes = 48 KB at most where 16 bits, 96 KB in f32; G times less where
 // heads share it) and two of key vectors. Mask bits, 16 bytes a row, go from device memory straight to registers at
@@ -18,9 +19,9 @@
 // bits lie in four stages of shared memory (192 x 16 bytes = 3 KB at most).
 //
 // The loop is bound by latencies, not by a unit: a scheduler has two or three consumer warps. So it has no branch to
-// what is rare (kGeneral), descriptors are uniform, the maximum leaves the quad only where it moves, and the
-// exponentials stand before the wait for p v (see there). Spilled registers are slow here: beside so much shared memory
-// there are some 28 KB of L1 cache, and one word of 384 threads takes 1.5 KB.
+// what is rare (kGeneral), descriptors are uniform, and the largest logits are hardly ever looked for (see softmax).
+// Spilled registers are slow here: beside so much shared memory there are some 28 KB of L1 cache, and one word of 384
+// threads takes 1.5 KB.
 #pragma once
 
 #include "../live_tiles.cuh"
@@ -45,16 +46,32 @@ struct shared_tile_bias {
 };
 constexpr int kWarpRows = 16;
 
-constexpr int kStages = 2;  // of every ring: part i of a block's work lies in stage i % 2
-constexpr int kMaxQueryStages = 2;
+// A tile with a row of biases for each of its rows, which the matrix product adds: s = q k^T + E b, where E is 1 /
+// scale on its diagonal and 0 elsewhere. Products of sparse matrices do that in two steps of 32 columns. They take two
+// values of each four columns, here those of the pair in which the diagonal is. Both steps read parts of one strip, of
+// which the middle third holds the diagonal. The biases must be finite, and small: the kernel finds out by judge_bias.
+struct product_tile_bias {
+  static constexpr Bias kind = Bias::kTile;
+};
+// Half of the columns are held, of two bytes each.
+constexpr int kDiagonalStep = 32, kDiagonalBytes = 3 * kDiagonalStep * kDiagonalStep;
+
+// Of rings: part i of a block's work lies in stage i % kStages, its bias tile in stage i % 2.
+constexpr int kMaxStages = 4, kBiasStages = 2, kMaxQueryStages = 2;
+
+// Where blocks take items as they come, the numbers of a block's last items. (Four: before item i + 4 is told, keys of
+// item i + 1 have been given back, and so all have done with item i.)
+constexpr int kItems = 4;
 
 constexpr int kChunkBytes = 16;  // of a row: eight channels of a bias per key
 
 struct ForwardBarriers {
   uint64_t q_full[kMaxQueryStages], q_empty[kMaxQueryStages];
-  uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  uint64_t bias_full[kStages], bias_empty[kStages], side_full[kStages], side_empty[kStages];
-  int part[kStages];  // what lies in a stage: see Part
+  uint64_t k_full[kMaxStages], k_empty[kMaxStages], v_full[kMaxStages], v_empty[kMaxStages];
+  uint64_t bias_full[kBiasStages], bias_empty[kBiasStages], side_full[kMaxStages], side_empty[kMaxStages];
+  int part[kMaxStages];  // what lies in a stage: see Part
+  uint64_t item_full[kItems];
+  int item[kItems];
 };
 
 // A part of the keys: its number, whether it is the tile's last, and whether the masks hide nothing there. -1: the tile
@@ -75,20 +92,26 @@ struct Part {
   __device__ __forceinline__ bool tests(int group) const { return code & (kTested << group); }
 };
 
-template <int kHeadDim>
+template <int kHeadDim, Mask kMask, Bias kBias>
 struct ForwardShape {
-  static constexpr int kGroups = kHeadDim <= 64 ? 3 : 2;  // warpgroups that consume, 64 rows each
+  // Three warpgroups fill each other's gaps better than two. At 128 they have registers for 64 keys at a time, which is
+  // worth it unless there is a bias tile, or a dense mask, whose live tiles have 128 rows.
+  static constexpr bool kNarrow = kHeadDim == 128 && kMask != Mask::kBits && kBias != Bias::kTile;
+  static constexpr int kGroups = kHeadDim <= 64 || kNarrow ? 3 : 2;  // warpgroups that consume, 64 rows each
   static constexpr int kRows = 64 * kGroups, kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
-  static constexpr int kKeys = kHeadDim <= 128 ? 128 : 64;
+  static constexpr int kKeys = kHeadDim <= 128 && !kNarrow ? 128 : 64, kStages = kNarrow ? 4 : 2;
   // Registers a lane, shared out anew among the warpgroups. (A multiprocessor's quarter has 512 for a warp of each.)
-  static constexpr int kProducerRegisters = kGroups == 3 ? 32 : kHeadDim <= 128 ? 56 : 40;
-  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : (504 - kProducerRegisters) / 2;
+  static constexpr int kProducerRegisters = kHeadDim <= 64 ? 32 : kHeadDim <= 128 ? 56 : 40;
+  static constexpr int kConsumerRegisters =
+      kGroups == 3 ? (512 - kProducerRegisters) / 3 : (504 - kProducerRegisters) / 2;
   static constexpr int kRowBytes = kHeadDim < 64 ? 2 * kHeadDim : 128;
   static constexpr int kPanels = 2 * kHeadDim / kRowBytes;
   static constexpr int kQueryBytes = 2 * kRows * kHeadDim, kTileBytes = 2 * kKeys * kHeadDim;
   // Two stages of q where they fit: the next tile's is there when this one's is done.
   static constexpr int kQueryStages = kHeadDim <= 64 ? kMaxQueryStages : 1, kKeysAt = kQueryStages * kQueryBytes;
   static constexpr int kBiasAt = kKeysAt + 2 * kStages * kTileBytes;
+  // For product_tile_bias, 1 / scale is a sum of so many numbers of 16 bits.
+  static constexpr int kDiagonals = kHeadDim <= 32 ? 2 : 1;
   // Of a bias per key: the records of the stages, which hold k's first chunk, then q's, and one of zeros for both.
   using Record = BiasRecord<kKeys>;
   static constexpr int kOnesAt = kBiasAt + kStages * sizeof(Record), kZerosAt = kOnesAt + 64 * kChunkBytes;
@@ -113,6 +136,7 @@ constexpr int kBitsStages = 4;
 struct ForwardPlan {
   TileOrder order;          // of the query tiles of all heads (B x K)
   Divisor by_heads;         // K
+  Divisor by_group;         // G
   int items;                // tiles x heads x splits
   int queries;              // of a tile
   int query_shift;          // the tiles of the maps have 2^query_shift
@@ -122,7 +146,11 @@ struct ForwardPlan {
   int bias_two;  // whether there are two stages of bias: 0, 1
   int side_at, side_stage, barriers_at;
   int bits_at, bits_stage, bits_bytes;  // of mask bits in shared memory
+  int diagonal_at;                      // of what goes with product_tile_bias
+  uint32_t* unfit;                      // what judge_bias found, by its blocks
   View records;                         // of a bias per key, where TMA brings them
+  int* next_item;    // how many items have been taken beside each block's first; null: a block's items are fixed
+  uint32_t nothing;  // 0, which the compiler does not know
   bool bias_by_tma, bits_by_tma;
   bool q_batch, k_batch, v_batch, bias_batch, bits_batch;  // whether the map's batch axis is the batch entry, or 0
   float* partial;  // where there are splits: their outputs [splits, B, K, G, T, Hv], then their lse [.., 2]
@@ -302,17 +330,21 @@ struct KeyValues {
 // The rows of a thread's accumulators: elements 0, 1 of a block belong to row 0, elements 2, 3 to row 1.
 struct ThreadRows {
   int first, packed[2];  // query | head of the group << 16
-  __device__ __forceinline__ ThreadRows(int first_row, int group) {
+  __device__ __forceinline__ ThreadRows(int first_row, const Divisor& by_group) {
     first = first_row + (threadIdx.x % 32) / 4;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) packed[i] = (first + 8 * i) / group | ((first + 8 * i) % group) << 16;
+    for (int i = 0; i < 2; ++i) {
+      const int query = by_group.quotient(row(i));
+      packed[i] = query | (row(i) - query * static_cast<int>(by_group.value)) << 16;
+    }
   }
   // In the order that goes with shared_tile_bias.
-  __device__ __forceinline__ static ThreadRows with_shared_bias(int first_row, int group) {
-    ThreadRows rows(first_row, group);
-    const int half = group / 2, row = static_cast<int>(threadIdx.x % 32) / 4;
+  __device__ __forceinline__ static ThreadRows with_shared_bias(int first_row, const Divisor& by_group) {
+    ThreadRows rows(first_row, by_group);
+    const int half = by_group.value / 2, shift = __ffs(half) - 1, row = static_cast<int>(threadIdx.x % 32) / 4;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) rows.packed[i] = (first_row / group + row / half) | (i * half + row % half) << 16;
+    for (int i = 0; i < 2; ++i)
+      rows.packed[i] = (by_group.quotient(first_row) + (row >> shift)) | (i * half + row % half) << 16;
     return rows;
   }
   __device__ __forceinline__ int row(int i) const { return first + 8 * i; }
@@ -418,10 +450,10 @@ struct BiasPairs {
                  : "=r"(pairs[c][0]), "=r"(pairs[c][1]), "=r"(pairs[c][2]), "=r"(pairs[c][3])
                  : "r"(address));
   }
-  // x = x * factor + the bias, and -inf where `bits` hide (kHide).
+  // x = x * factor + the bias, and -inf where `bits` hide (kHide). Returns something of the last load.
   template <class Element, bool kHide, class Bits>
-  __device__ __forceinline__ void add(float (&x)[kBlocks][4], uint32_t lane_row, int panel_bytes, float factor,
-                                      const Bits& bits) {
+  __device__ __forceinline__ uint32_t add(float (&x)[kBlocks][4], uint32_t lane_row, int panel_bytes, float factor,
+                                          const Bits& bits) {
     constexpr int kSteps = kBlocks / 2, kAhead = 4;
 #pragma unroll
     for (int c = 0; c < kAhead; ++c) load(lane_row, panel_bytes, c);
@@ -437,6 +469,7 @@ struct BiasPairs {
       }
       if (c + kAhead < kSteps) load(lane_row, panel_bytes, c + kAhead);
     }
+    return pairs[kSteps - 1][3];
   }
 };
 
@@ -449,8 +482,8 @@ struct SharedBiasPairs {
     return r * 128 + ((lane / 8) ^ (r % 8)) * 16;
   }
   template <class Element, bool kHide, class Bits>
-  __device__ __forceinline__ static void add(float (&x)[kBlocks][4], uint32_t lane_row, int panel_bytes, float factor,
-                                             const Bits& bits) {
+  __device__ __forceinline__ static uint32_t add(float (&x)[kBlocks][4], uint32_t lane_row, int panel_bytes,
+                                                 float factor, const Bits& bits) {
     constexpr int kLoads = kBlocks / 4;
     uint32_t pairs[kLoads][4];
 #pragma unroll
@@ -464,6 +497,7 @@ struct SharedBiasPairs {
       for (int i = 0; i < 2; ++i)
         x[n][2 * i] = x[n][2 * i] * factor + b.x, x[n][2 * i + 1] = x[n][2 * i + 1] * factor + b.y;
     }
+    return pairs[kLoads - 1][3];
   }
 };
 
@@ -563,26 +597,28 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
 
 // What the online softmax knows of a thread's two rows.
 struct SoftmaxRows {
-  // Subtracted from the logits: a value near the largest so far. Any gives the same result, so it moves only when a
-  // logit is 2^8 above it, and the output is hardly ever rescaled.
+  // Subtracted from the logits: a value near the largest so far. Any gives the same result, so it moves only when a sum
+  // grows too large (kExact: when a logit is 2^8 above it), and the output is hardly ever rescaled.
   float reference[2];
   float sum[2];  // of this thread's columns
   float rescale[2];
-  bool moved, large;  // of any row of the warp: whether the last tile moved it; whether it is beyond kLarge
+  // Of any row of the warp: whether the last tile moved it; whether it cannot be used without looking at the logits,
+  // because there is none, or it is beyond kLarge.
+  bool moved, unsafe;
 };
 
 // kGeneral: with what is rare, decided at run time: soft caps, scales that are not positive, intervals beside bits,
 // bits that are the same for all keys, biases of another dtype or that TMA cannot load, and biases per key without
 // records, where these would be used too seldom.
 template <class T, int kHeadDim, class MaskKind, class BiasKind, bool kGeneral>
-__global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
-    jax_dma_sm90_forward(const __grid_constant__ Problem p, const __grid_constant__ ForwardMaps maps,
-                         const __grid_constant__ ForwardPlan plan) {
-  using Shape = ForwardShape<kHeadDim>;
+__device__ __forceinline__ void forward_block(const Problem& p, const ForwardMaps& maps, const ForwardPlan& plan) {
   constexpr Mask kMask = MaskKind::kind;
   constexpr Bias kBias = BiasKind::kind;
+  using Shape = ForwardShape<kHeadDim, kMask, kBias>;
   constexpr bool kSharedBias = std::is_same_v<BiasKind, shared_tile_bias>;
+  constexpr bool kProductBias = std::is_same_v<BiasKind, product_tile_bias>;
   constexpr int kKeys = Shape::kKeys, kPanels = Shape::kPanels, kRows = Shape::kRows, kRowBytes = Shape::kRowBytes;
+  constexpr int kStages = Shape::kStages;
   constexpr int kS = kKeys / 8, kO = kHeadDim / 8;  // column blocks of logits and output
   constexpr int kQueryPanel = kRows * kRowBytes, kKeyPanel = kKeys * kRowBytes;
 
@@ -596,10 +632,20 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   constexpr bool kRecords = kBias == Bias::kKey && !kGeneral, kKeyVector = kBias == Bias::kKey && kGeneral;
   constexpr bool kWritten = kRecords && kWritesRecords<kHeadDim, kMask>;
   constexpr bool kBrought = kRecords && !kWritten;
+  constexpr bool kInProduct = kRecords || kProductBias;
   using Record = typename Shape::Record;
   // Of tiles with few keys, the next queries are asked for early: these are given back as soon as they have been read.
   constexpr bool kEarlyQueries = kMask == Mask::kIntervals && kHeadDim == 128;
   constexpr bool kBitsShared = kBitsInShared<kHeadDim, kMask, kGeneral>;
+  // Of dense masks the host does not know how many keys the items have: whoever is done takes the next. (At smaller
+  // head dimensions short items lose more than uneven ones gain.)
+  constexpr bool kTakesItems = kMask == Mask::kBits && !kGeneral && kHeadDim >= 128;
+  const bool takes_items = kTakesItems && plan.next_item != nullptr;
+  const auto item_of_round = [&](int round) {
+    if (!takes_items) return tile_of_round(round);
+    wait(&bar.item_full[round % kItems], round / kItems & 1);
+    return *const_cast<volatile int*>(&bar.item[round % kItems]);
+  };
   const bool with_side = kKeyVector || has_intervals;
   const bool bias_by_tma = !kGeneral || plan.bias_by_tma;
 
@@ -609,10 +655,13 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
     for (int i = 0; i < Shape::kQueryStages; ++i) barrier_init(&bar.q_full[i], 1), barrier_init(&bar.q_empty[i], warps);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&bar.k_full[i], 1), barrier_init(&bar.v_full[i], 1);
-      barrier_init(&bar.bias_full[i], bias_by_tma ? 1 : 96), barrier_init(&bar.side_full[i], 96);
       barrier_init(&bar.k_empty[i], warps), barrier_init(&bar.v_empty[i], warps);
-      barrier_init(&bar.bias_empty[i], warps), barrier_init(&bar.side_empty[i], warps);
+      barrier_init(&bar.side_full[i], 96), barrier_init(&bar.side_empty[i], warps);
     }
+    for (int i = 0; i < kBiasStages; ++i)
+      barrier_init(&bar.bias_full[i], bias_by_tma ? 1 : 96), barrier_init(&bar.bias_empty[i], warps);
+    if (kTakesItems)
+      for (int i = 0; i < kItems; ++i) barrier_init(&bar.item_full[i], 1);
     barrier_init_fence();
   }
   // Rows of q that no query takes stay 0.
@@ -626,6 +675,19 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
                                                                 : i % 4 == 0       ? 0x3f803f80
                                                                                    : 0x3f80;
     }
+  if constexpr (kProductBias) {  // eight rows of eight values one after another
+    float rest = 1 / p.scale;
+#pragma unroll
+    for (int part = 0; part < Shape::kDiagonals; ++part) {
+      const T value = static_cast<T>(rest);
+      rest -= static_cast<float>(value);
+      T* const strip = reinterpret_cast<T*>(shared + plan.diagonal_at + part * kDiagonalBytes);
+      for (int i = threadIdx.x; i < kDiagonalBytes / 2; i += Shape::kThreads) {
+        const int row = i / 128 * 8 + i / 8 % 8 - kDiagonalStep, column = i / 64 % 2 * 8 + i % 8;
+        strip[i] = row >= 0 && row < kDiagonalStep && row / 4 * 2 + row % 2 == column ? value : static_cast<T>(0.0f);
+      }
+    }
+  }
   fence_async_proxy();
   __syncthreads();
 
@@ -647,9 +709,15 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
       if (kBias == Bias::kTile && bias_by_tma) prefetch_map(&maps.bias);
     }
     uint32_t slot = 0;  // counts the parts
+    int taken = 0;
 #pragma unroll 1
-    for (int round = 0; round * static_cast<int>(gridDim.x) < plan.items; ++round) {
-      const int index = tile_of_round(round);
+    for (int round = 0; round < plan.items; ++round) {
+      if (takes_items && loads_keys && lane == 0) {
+        bar.item[round % kItems] = round == 0 ? blockIdx.x : gridDim.x + taken;
+        arrive(&bar.item_full[round % kItems]);
+        taken = atomicAdd(plan.next_item, 1);  // for the next round: it takes its time
+      }
+      const int index = item_of_round(round);
       if (index >= plan.items) break;
       const Item item(p, plan, index);
       Walk<kKeys, kMask, kGeneral> walk(p, plan, item);
@@ -696,6 +764,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
               } else {
                 const bool with_bits = kBitsShared && !full;
                 arrive_expecting(&bar.k_full[stage], Shape::kTileBytes + (kBrought ? sizeof(Record) : 0) +
+                                                         (kProductBias ? plan.bias_stage : 0) +
                                                          (with_bits ? plan.bits_bytes : 0));
                 if (with_bits)
                   load_box(q_tile + plan.bits_at + slot % kBitsStages * plan.bits_stage, &maps.bits, &bar.k_full[stage],
@@ -707,8 +776,13 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
                 for (int c = 0; c < kPanels; ++c)
                   load_box(k_tiles + stage * Shape::kTileBytes + c * kKeyPanel, &maps.k, &bar.k_full[stage], 64 * c,
                            key, item.kv_head, plan.k_batch ? item.batch : 0, 0);
+                if constexpr (kProductBias)
+                  for (int c = 0; c < kKeys / 64; ++c)
+                    load_box(q_tile + Shape::kBiasAt + stage * plan.bias_stage + c * plan.bias_panel, &maps.bias,
+                             &bar.k_full[stage], key + 64 * c, 0, item.t0, p.bias.kv != 0 ? item.kv_head : 0,
+                             plan.bias_batch ? item.batch : 0);
               }
-              if (kBias == Bias::kTile && bias_by_tma) {
+              if (kBias == Bias::kTile && !kProductBias && bias_by_tma) {
                 const int bias_stage = slot & bias_two;
                 wait(&bar.bias_empty[bias_stage], (slot >> bias_two & 1) ^ 1);
                 if (part < 0) {
@@ -792,11 +866,14 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   // ---- Consumers.
   take_registers<Shape::kConsumerRegisters>();
   if (threadIdx.x >= plan.consumers) return;
-  constexpr float kSlack = 8.0f;
+  constexpr float kSlack = 8.0f, kMostOfTile = 1 << 13;  // of a thread's columns (p fits in f16)
   constexpr DType kSameDType = std::is_same_v<T, __half> ? DType::kF16 : DType::kBF16;
   const int group = warp / 4;  // 0, 1: which 64 rows
   const int first_row = 64 * group + warp % 4 * kWarpRows;
-  const ThreadRows rows = kSharedBias ? ThreadRows::with_shared_bias(first_row, p.G) : ThreadRows(first_row, p.G);
+  const auto rows_from = [&](int first_row) {
+    return kSharedBias ? ThreadRows::with_shared_bias(first_row, plan.by_group) : ThreadRows(first_row, plan.by_group);
+  };
+  const ThreadRows rows = rows_from(first_row);
   const int first_query = 64 * group / p.G;
   // Low words of the operands' descriptors; uniform, so that those are computed beside the vector instructions. They
   // count in 16 bytes.
@@ -821,6 +898,11 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
   const uint32_t ones_low = uniform(chunks(q_tile + Shape::kOnesAt, q_tile + Shape::kZerosAt));
   const uint32_t channels_low = uniform(chunks(record_at(0, 0), q_tile + Shape::kZerosAt));
 
+  const uint32_t diagonal_low = uniform((q_tile + plan.diagonal_at) >> 4 | 128 >> 4 << 16);
+  const uint32_t bias_low = uniform(
+      static_cast<uint32_t>(operand(q_tile + Shape::kBiasAt + 64 * 128 * group, kProductBias ? plan.bias_panel : 0)));
+  const uint32_t which = lane / 4 % 4 < 2 ? 0x44444444 : 0xeeeeeeee;  // columns 0, 1 or 2, 3 of four
+
   uint32_t slot = 0;  // counts the parts
   float o[kO][4], x[kS][4];
   SoftmaxRows soft{};
@@ -842,7 +924,19 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
     bias_row = q_tile + Shape::kBiasAt +
                (kSharedBias ? SharedBiasPairs<kS>::lane_row(plan, first_row, p.G)
                             : BiasPairs<kS>::lane_row(plan, p.bias.group != 0, first_row, p.G));
+  asm volatile("" : "+r"(bits_rows[0]), "+r"(bits_rows[1]), "+r"(bias_row));  // not to be worked out anew in the loop
 
+  // Three warpgroups take turns at the products, so that they do not all want the same unit at once. (Elsewhere, masks
+  // among them, it is slower.)
+  constexpr bool kTurns = kProductBias || (kHeadDim == 64 && kMask == Mask::kNone && kBias == Bias::kNone && !kGeneral);
+  const bool takes_turns = kTurns && plan.consumers > 128;
+  const auto await_turn = [&] {
+    if (takes_turns) named_sync(1 + group, 256);
+  };
+  const auto pass_turn = [&] {
+    if (takes_turns) named_arrive(1 + (group == Shape::kGroups - 1 ? 0 : group + 1), 256);
+  };
+  if (group == Shape::kGroups - 1) pass_turn();
   // A stage is given back when all lanes of the warp have read it.
   const auto release_products = [&](uint64_t* empty) {  // after the wait for wgmma, which the warp does as one
     if (lane == 0) arrive(empty);
@@ -851,20 +945,30 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
     __syncwarp();
     release_products(empty);
   };
+  // The same for what was loaded to registers: `read` is something of the last load. Without it the stage may be given
+  // back before the loads have been carried out, and overwritten.
+  const auto release_read = [&](uint64_t* empty, uint32_t read) {
+    __syncwarp();
+    if ((lane | (read & plan.nothing)) == 0) arrive(empty);
+  };
   // Which keys come next, waiting until they are there. Asks for their mask bits.
-  const auto next_part = [&](uint32_t nothing = 0) {
-    wait(&bar.k_full[slot % kStages], (slot / kStages & 1) ^ nothing);
+  const auto next_part = [&] {
+    wait(&bar.k_full[slot % kStages], slot / kStages & 1);
     Part part{*const_cast<volatile int*>(&bar.part[slot % kStages])};
+    __syncwarp();  // lane 0 gives the stage back for all
     if constexpr (kRecords) {
       if (kWritten) wait(&bar.side_full[slot % kStages], slot / kStages & 1);
       const uint32_t to_part = record_at(slot % kStages, offsetof(Record, to_part));
-      int4 added{};
-      if (kWritten)
-        asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(added.x), "=r"(added.y), "=r"(added.z), "=r"(added.w)
-                     : "r"(to_part));
-      else asm volatile("ld.shared.s32 %0, [%1];" : "=r"(added.x) : "r"(to_part));
-      part.code |= added.x | added.y | added.z | added.w;
+      if constexpr (kWritten) {
+#pragma unroll
+        for (int pair = 0; pair < kKeys / 64; ++pair) {
+          uint32_t words[2];
+          ptx::load_shared_row(words, to_part + 8 * pair);
+          part.code |= words[0] | words[1];
+        }
+      } else {
+        part.code |= ptx::load_shared_word(to_part);
+      }
     }
     if constexpr (kMask == Mask::kBits && !kBitsShared)
       if (!part.none() && !part.full())
@@ -884,6 +988,16 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
       wgmma_shared<__nv_bfloat16>(x, described_chunks(ones_low),
                                   described_chunks(channels_low + stage * (kStep - (kStep << 16))), true);
     }
+    if constexpr (kProductBias) {
+      const uint32_t b = bias_low + stage * (plan.bias_stage / 16);
+#pragma unroll
+      for (int part = 0; part < Shape::kDiagonals; ++part)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          SparseWgmma<T>::shared(
+              x, uint64_t{256 >> 4} << 32 | (diagonal_low + (3 * part + 1 - c) * (kDiagonalBytes / 3 / 16)),
+              uint64_t{1024 >> 4 | 1u << 30} << 32 | (b + c * (kDiagonalStep * 128 / 16)), which);
+    }
     wgmma_commit();
   };
   // p v of the part before `slot`.
@@ -896,15 +1010,17 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
     wgmma_commit();
   };
   const auto wait_for_values = [&] { wait(&bar.v_full[(slot - 1) % kStages], (slot - 1) / kStages & 1); };
-  // From products to logits to (unnormalised) probabilities in x.
   int last_inner_key = 0;  // parts that begin after it reach past what some row sees
-  const auto softmax = [&](Part part, int t0) {
+  float unit = 1.0f;       // logits are x * unit, for kInProduct
+  // From products to logits.
+  const auto to_logits = [&](Part part, int t0) {
     const int key = part.number() * kKeys, stage = slot % kStages;
     const bool intervals = has_intervals && !part.full();
     const uint32_t side = q_tile + plan.side_at + stage * plan.side_stage;
     if (with_side && !kWritten) wait(&bar.side_full[stage], slot / kStages & 1);
 
-    float factor = p.scale, unit = 1.0f;  // logits are x * unit, for kRecords
+    float factor = p.scale;
+    unit = 1.0f;
     if (kGeneral && p.softcap != 0.0f) {
       const float inner = p.scale / p.softcap;
 #pragma unroll
@@ -914,15 +1030,18 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
       factor = 1.0f;
     }
     bool hide = kMask == Mask::kBits && !part.full();
-    if constexpr (kBias == Bias::kTile) {
+    if constexpr (kProductBias) {
+      unit = factor;
+    } else if constexpr (kBias == Bias::kTile) {
       const int bias_stage = slot & bias_two;
       wait(&bar.bias_full[bias_stage], slot >> bias_two & 1);
       if (!kGeneral || p.bias_dtype != DType::kF32) {
         const uint32_t row = bias_row + bias_stage * plan.bias_stage;
         constexpr bool kHidesPairs = kMask == Mask::kBits && (kSharedBias || !kBitsShared);
+        uint32_t read = 0;
         const auto add = [&](auto element, auto masked) {
           std::conditional_t<kSharedBias, SharedBiasPairs<kS>, BiasPairs<kS>> pairs;
-          pairs.template add<decltype(element), decltype(masked)::value>(x, row, plan.bias_panel, factor, mask);
+          read = pairs.template add<decltype(element), decltype(masked)::value>(x, row, plan.bias_panel, factor, mask);
         };
         const auto add_masked_or_not = [&](auto element) {
           if (kHidesPairs && hide) {
@@ -935,16 +1054,15 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
         if (!kGeneral || p.bias_dtype == kSameDType) add_masked_or_not(T());
         else add_masked_or_not(std::conditional_t<std::is_same_v<T, __half>, __nv_bfloat16, __half>());
         if (kHidesPairs) hide = false;
+        if (!kGeneral) release_read(&bar.bias_empty[bias_stage], read);
       } else {
         add_f32_bias(x, q_tile + Shape::kBiasAt + bias_stage * plan.bias_stage, plan, p.bias.group != 0, rows, factor);
       }
-      release(&bar.bias_empty[bias_stage]);
     } else if constexpr (kRecords) {
       unit = factor;
       if (part.bias_added()) {
         add_key_bias(x, record_at(stage, offsetof(Record, added)), factor);
         unit = 1.0f;
-        if (kBrought) release(&bar.k_empty[stage]);  // not before: the record belongs to it
       }
     } else if constexpr (kBias == Bias::kKey) {
       add_key_bias(x, side, factor);
@@ -962,69 +1080,97 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
     if constexpr (kMask != Mask::kNone)
       if (intervals)
         hide_by_intervals<kWritten>(x, side + (kKeyVector ? 4 * kKeys : 0), p.start.group != 0, p.G, rows, t0, part);
-    if (with_side) release(&bar.side_empty[stage]);
     if (key > last_inner_key) hide_by_position(x, p, rows, t0, key);
-
-    float peak[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float chain[4];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) chain[n] = fmaxf(x[n][2 * i], x[n][2 * i + 1]);
-#pragma unroll
-      for (int n = 4; n < kS; ++n) chain[n % 4] = fmaxf(chain[n % 4], fmaxf(x[n][2 * i], x[n][2 * i + 1]));
-      peak[i] = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
-      if constexpr (kRecords) peak[i] *= unit;
-    }
-    // False where peak and reference are -inf.
-    const auto above = [&](int i) { return (peak[i] - soft.reference[i]) * log2_factor > kSlack; };
-    soft.moved = __any_sync(~0u, above(0) || above(1));
-    if (soft.moved) {
-#pragma unroll
-      for (int distance = 1; distance <= 2; distance *= 2)  // a row is spread over the four lanes of a quad
-#pragma unroll
-        for (int i = 0; i < 2; ++i) peak[i] = fmaxf(peak[i], __shfl_xor_sync(~0u, peak[i], distance));
+  };
+  // From logits to (unnormalised) probabilities, packed. The largest logits are looked for only where the references
+  // cannot be used or have turned out to be too small: the logits stay in x until that is known.
+  const auto softmax = [&](auto is_first) {
+    constexpr bool kExact = decltype(is_first)::value || kGeneral;
+    bool exact = kExact || soft.unsafe;
+    float sum[2];
+#pragma unroll 1
+    while (true) {
       bool large = false;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (is_hidden(peak[i])) peak[i] = -INFINITY;
-        const bool move = above(i);
-        soft.rescale[i] = move ? ptx::exp2((soft.reference[i] - peak[i]) * log2_factor) : 1.0f;
-        if (move) soft.reference[i] = peak[i];
-        soft.sum[i] *= soft.rescale[i];
-        large |= soft.reference[i] != -INFINITY && fabsf(soft.reference[i]) > kLarge;
-      }
-      if constexpr (kBias != Bias::kNone) soft.large = __any_sync(~0u, large);
-    }
-    float shift[2];  // the reference in units of the exponential
-#pragma unroll
-    for (int i = 0; i < 2; ++i) shift[i] = soft.reference[i] == -INFINITY ? 0.0f : soft.reference[i] * log2_factor;
-    if constexpr (kBias != Bias::kNone)
-      if (soft.large) {  // rows of very large logits are shifted before they are multiplied
+      soft.moved = false;
+      if (exact) {
+        float peak[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float reference = soft.reference[i] == -INFINITY ? 0.0f : soft.reference[i];
-          shift[i] = 0.0f;
+          float chain[4];
 #pragma unroll
-          for (int n = 0; n < kS; ++n)
+          for (int n = 0; n < 4; ++n) chain[n] = fmaxf(x[n][2 * i], x[n][2 * i + 1]);
 #pragma unroll
-            for (int e = 2 * i; e < 2 * i + 2; ++e)
-              x[n][e] = kRecords ? x[n][e] * unit - reference : x[n][e] - reference;
+          for (int n = 4; n < kS; ++n) chain[n % 4] = fmaxf(chain[n % 4], fmaxf(x[n][2 * i], x[n][2 * i + 1]));
+          peak[i] = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
+          if constexpr (kInProduct) peak[i] *= unit;
         }
-        unit = 1.0f;
-      }
-    const float exponent_factor = kRecords ? unit * kLog2e : log2_factor;
-    float sum[2] = {};
+        // False where peak and reference are -inf.
+        const auto above = [&](int i) { return (peak[i] - soft.reference[i]) * log2_factor > kSlack; };
+        soft.moved = __any_sync(~0u, above(0) || above(1));
+        if (soft.moved) {
 #pragma unroll
-    for (int n = 0; n < kS; ++n)
+          for (int distance = 1; distance <= 2; distance *= 2)  // a row is spread over the four lanes of a quad
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& y = x[n][e];
-        y = y * exponent_factor - shift[e / 2];
-        y = ptx::exp2(y);
-        sum[e / 2] += y;
+            for (int i = 0; i < 2; ++i) peak[i] = fmaxf(peak[i], __shfl_xor_sync(~0u, peak[i], distance));
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (is_hidden(peak[i])) peak[i] = -INFINITY;
+            const bool move = above(i);
+            soft.rescale[i] = move ? ptx::exp2((soft.reference[i] - peak[i]) * log2_factor) : 1.0f;
+            if (move) soft.reference[i] = peak[i];
+            soft.sum[i] *= soft.rescale[i];
+          }
+        }
+        bool beyond = false, none = false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float size = fabsf(soft.reference[i]);
+          none |= size == INFINITY, beyond |= size > kLarge && size != INFINITY;
+        }
+        if constexpr (kBias != Bias::kNone) large = __any_sync(~0u, beyond);
+        soft.unsafe = large || __any_sync(~0u, none);
+        if (large) {  // rows of very large logits are shifted before they are multiplied
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float reference = soft.reference[i] == -INFINITY ? 0.0f : soft.reference[i];
+#pragma unroll
+            for (int n = 0; n < kS; ++n)
+#pragma unroll
+              for (int e = 2 * i; e < 2 * i + 2; ++e)
+                x[n][e] = kInProduct ? x[n][e] * unit - reference : x[n][e] - reference;
+          }
+          unit = 1.0f;
+        }
       }
+      float shift[2];  // the reference in units of the exponential
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        shift[i] = soft.reference[i] == -INFINITY || large ? 0.0f : soft.reference[i] * log2_factor;
+      float exponent_factor = kInProduct ? unit * kLog2e : log2_factor;
+      asm volatile("" : "+f"(exponent_factor));  // or products with it are worked out, and kept, before the loop
+      sum[0] = sum[1] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < kS / 2; ++c)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* const pair = x[2 * c + i / 2] + 2 * (i % 2);
+          const float first = ptx::exp2(pair[0] * exponent_factor - shift[i % 2]);
+          const float second = ptx::exp2(pair[1] * exponent_factor - shift[i % 2]);
+          sum[i % 2] += first, sum[i % 2] += second;
+          a[c][i] = ptx::pack<T>(first, second);
+        }
+      if (kExact || exact || !__any_sync(~0u, !(sum[0] < kMostOfTile && sum[1] < kMostOfTile))) break;
+      exact = true;
+    }
     soft.sum[0] += sum[0], soft.sum[1] += sum[1];
+  };
+  // The rest of what logits are made from is given back when they have been used.
+  const auto give_back_sides = [&](Part part) {
+    __syncwarp();
+    if (lane != 0) return;
+    if (kBias == Bias::kTile && kGeneral) arrive(&bar.bias_empty[slot & bias_two]);
+    if (kBrought && part.bias_added()) arrive(&bar.k_empty[slot % kStages]);
+    if (with_side) arrive(&bar.side_empty[slot % kStages]);
   };
   const auto rescale_output = [&] {
     if (soft.moved) {
@@ -1034,25 +1180,22 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
         for (int i = 0; i < 4; ++i) o[n][i] *= soft.rescale[i / 2];
     }
   };
-  const auto pack = [&] {
-#pragma unroll
-    for (int c = 0; c < kS / 2; ++c)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        a[c][i] = ptx::pack<T>(x[2 * c + i / 2][2 * (i % 2)], x[2 * c + i / 2][2 * (i % 2) + 1]);
-  };
 #pragma unroll 1
-  for (int round = 0; round * static_cast<int>(gridDim.x) < plan.items; ++round) {
-    int index = tile_of_round(round);
+  // (A bound that says that rounds are the same for all threads: ptxas then keeps what follows from them, such as
+  // stages, in uniform registers.)
+  for (int round = 0; round < plan.items; ++round) {
+    const int index = item_of_round(round);
     if (index >= plan.items) break;
-    const Item item(p, plan, index);
-    const int t0 = item.t0;
+    // Where the item is, is not worked out where nothing depends on it.
+    int t0 = 0;
+    if (kGeneral || kMask == Mask::kIntervals || p.causal) t0 = Item(p, plan, index).t0;
     last_inner_key = static_cast<int>(p.S) - kKeys;
     if (p.causal)
       last_inner_key = min(last_inner_key, t0 + first_query + static_cast<int>(p.causal_offset()) + 1 - kKeys);
     if constexpr (kMask == Mask::kBits && !kBitsShared) {
+      const Item item(p, plan, index);
       const auto row = [&](int i) {
-        return min(t0 + min(rows.query(i), plan.queries - 1), static_cast<int>(p.T) - 1) * p.bits.row +
+        return min(item.t0 + min(rows.query(i), plan.queries - 1), static_cast<int>(p.T) - 1) * p.bits.row +
                rows.head(i) * p.bits.group;
       };
       bits = static_cast<const uint32_t*>(p.bits.data) + offset_of(p, p.bits, item.batch, item.kv_head, 0) + row(0);
@@ -1060,7 +1203,7 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) soft.reference[i] = -INFINITY, soft.sum[i] = 0.0f;
-    soft.large = false;
+    soft.unsafe = true;
 #pragma unroll
     for (int n = 0; n < kO; ++n)
 #pragma unroll
@@ -1071,38 +1214,42 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
     if (!part.none()) {
       wait(&bar.q_full[q_stage], round / Shape::kQueryStages & 1);
       const uint32_t stage = uniform(slot % kStages);
+      await_turn();
       multiply_keys(q, stage);
+      pass_turn();
       wgmma_wait<0>();
       hold(x);
       if (!kBrought || !part.bias_added()) release(&bar.k_empty[slot % kStages]);
       if (kEarlyQueries && part.last()) release(&bar.q_empty[q_stage]);
-      softmax(part, t0);
+      to_logits(part, t0);
+      softmax(std::true_type());
+      give_back_sides(part);
       bool last = part.last();
       ++slot;
       if (!last) part = next_part();
-      pack();
 #pragma unroll 1
       while (!last) {
         const uint32_t stage = uniform(slot % kStages);
         wait_for_values();
+        await_turn();
         multiply_keys(q, stage);
-        multiply_values(stage ^ 1);
+        multiply_values((stage + kStages - 1) % kStages);
+        pass_turn();
         wgmma_wait<1>();
         hold(x);
         if (!kBrought || !part.bias_added()) release_products(&bar.k_empty[slot % kStages]);
         if (kEarlyQueries && part.last()) release_products(&bar.q_empty[q_stage]);
-        softmax(part, t0);
-        last = part.last();
-        ++slot;
-        // The exponentials belong above the wait for p v, and ptxas likes them below it. A branch on something that
-        // depends on all of them (sums are never negative) stands between: the one of looking for the next keys.
-        // In the SASS of the loop no MUFU.EX2 may stand between that wait and the next HGMMA.
-        if (!last) part = next_part(soft.sum[0] + soft.sum[1] < 0.0f);
+        to_logits(part, t0);
+        // p goes to the registers of the p before. The other warpgroups' products fill this wait.
         wgmma_wait<0>();
         hold(o);
-        release_products(&bar.v_empty[slot % kStages]);
+        release_products(&bar.v_empty[(slot - 1) % kStages]);
+        softmax(std::false_type());
+        give_back_sides(part);
+        last = part.last();
+        ++slot;
+        if (!last) part = next_part();
         rescale_output();
-        pack();
       }
       if (!kEarlyQueries) release_products(&bar.q_empty[q_stage]);
       const uint32_t before = uniform((slot - 1) % kStages);
@@ -1122,57 +1269,119 @@ __global__ void __launch_bounds__(ForwardShape<kHeadDim>::kThreads, 1)
         wait(&bar.side_full[slot % kStages], slot / kStages & 1);
         release(&bar.side_empty[slot % kStages]);
       }
-      if (kBias == Bias::kTile) {
+      if (kBias == Bias::kTile && !kProductBias) {
         wait(&bar.bias_full[slot & bias_two], slot >> bias_two & 1);
         release(&bar.bias_empty[slot & bias_two]);
       }
       ++slot;
     }
 
-    // The item is worked out anew: it would take registers in the loop.
-    asm volatile("" : "+r"(index));
-    const Item done(p, plan, index);
-    T* const out = static_cast<T*>(p.out.data) + offset_of(p, p.out, done.batch, done.kv_head, 0);
-    float* const lse = static_cast<float*>(p.lse.data) + offset_of(p, p.lse, done.batch, done.kv_head, 0);
+    // The item and the rows are worked out anew: they would take registers in the loop.
+    int same_round = round, thread = threadIdx.x;
+    asm volatile("" : "+r"(same_round), "+r"(thread));
+    const Item done(p, plan, item_of_round(same_round));
+    const ThreadRows rows = rows_from(thread / 32 * kWarpRows);
+    float total[2] = {soft.sum[0], soft.sum[1]}, inverse[2];
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) total[i] += __shfl_xor_sync(~0u, total[i], distance);
+    bool inside[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float total = soft.sum[i];
-      total += __shfl_xor_sync(~0u, total, 1);
-      total += __shfl_xor_sync(~0u, total, 2);
-      const int t = done.t0 + rows.query(i);
-      const bool inside = rows.query(i) < plan.queries && t < p.T;
-      const float inverse = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
-      const float2 row_lse = log_sum_exp(soft.reference[i] * (scaled_late ? p.scale : 1.0f), total);
-      if (plan.splits > 1) {
-        const int64_t row = (int64_t{done.batch * p.K + done.kv_head} * p.G + rows.head(i)) * p.T + t;
-        const int64_t count = p.B * p.N * p.T, at = done.split * count + row;
-        if (inside) {
+      inverse[i] = total[i] == 0.0f ? 0.0f : __fdividef(1.0f, total[i]);
+      inside[i] = rows.query(i) < plan.queries && done.t0 + rows.query(i) < p.T;
+    }
+    // Two lanes of a quad write the lse of a row each.
+    const bool second = lane % 2 != 0, writes_lse = lane % 4 < 2 && (second ? inside[1] : inside[0]);
+    const int query = second ? rows.query(1) : rows.query(0), head = second ? rows.head(1) : rows.head(0);
+    const float2 row_lse =
+        log_sum_exp((second ? soft.reference[1] : soft.reference[0]) * (scaled_late ? p.scale : 1.0f),
+                    second ? total[1] : total[0]);
+    if (plan.splits > 1) {
+      const int64_t count = p.B * p.N * p.T;
+      const int64_t first = done.split * count + int64_t{done.batch * p.K + done.kv_head} * p.G * p.T + done.t0;
 #pragma unroll
-          for (int n = 0; n < kO; ++n) {
-            const int c = 8 * n + 2 * (lane % 4);
-            if (c < p.Hv)
-              *reinterpret_cast<float2*>(plan.partial + at * p.Hv + c) =
-                  make_float2(o[n][2 * i] * inverse, o[n][2 * i + 1] * inverse);
-          }
-          if (lane % 4 == 0) reinterpret_cast<float2*>(plan.partial + plan.splits * count * p.Hv)[at] = row_lse;
+      for (int i = 0; i < 2; ++i) {
+        if (!inside[i]) continue;
+        float* const target = plan.partial + (first + rows.head(i) * p.T + rows.query(i)) * p.Hv;
+#pragma unroll
+        for (int n = 0; n < kO; ++n) {
+          const int c = 8 * n + 2 * (lane % 4);
+          if (c < p.Hv)
+            *reinterpret_cast<float2*>(target + c) =
+                make_float2(o[n][2 * i] * inverse[i], o[n][2 * i + 1] * inverse[i]);
         }
-        continue;
       }
-      T* const target = out + t * p.out.row + rows.head(i) * p.out.group;
+      if (writes_lse)
+        reinterpret_cast<float2*>(plan.partial + plan.splits * count * p.Hv)[first + head * p.T + query] = row_lse;
+      continue;
+    }
+    if (writes_lse)
+      *reinterpret_cast<float2*>(static_cast<float*>(p.lse.data) + offset_of(p, p.lse, done.batch, done.kv_head, head) +
+                                 (done.t0 + query) * p.lse.row) = row_lse;
+    T* const out = static_cast<T*>(p.out.data) + offset_of(p, p.out, done.batch, done.kv_head, 0) +
+                   done.t0 * p.out.row + 8 * (lane % 4);
+    T* targets[2];
 #pragma unroll
-      for (int n = 0; n < kO; n += 4) {
+    for (int i = 0; i < 2; ++i) targets[i] = out + rows.query(i) * p.out.row + rows.head(i) * p.out.group;
+#pragma unroll
+    for (int n = 0; n < kO; n += 4)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
         uint32_t words[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) words[j] = ptx::pack<T>(o[n + j][2 * i] * inverse, o[n + j][2 * i + 1] * inverse);
+        for (int j = 0; j < 4; ++j)
+          words[j] = ptx::pack<T>(o[n + j][2 * i] * inverse[i], o[n + j][2 * i + 1] * inverse[i]);
         transpose_quad(words);
-        const int c = 8 * (n + lane % 4);
-        if (inside && c < p.Hv)
-          *reinterpret_cast<uint4*>(target + c) = make_uint4(words[0], words[1], words[2], words[3]);
+        if (inside[i] && 8 * (n + lane % 4) < p.Hv)
+          *reinterpret_cast<uint4*>(targets[i] + 8 * n) = make_uint4(words[0], words[1], words[2], words[3]);
       }
-      if (inside && lane % 4 == 0)
-        *reinterpret_cast<float2*>(lse + t * p.lse.row + rows.head(i) * p.lse.group) = row_lse;
+  }
+  if (group == 0) await_turn();  // the one that is left over
+}
+
+// Which biases product_tile_bias cannot take: NaN, and those that rounding would make uncertain.
+template <class T>
+__device__ __forceinline__ bool is_unfit(uint32_t bits) {
+  constexpr uint32_t kMost = std::is_same_v<T, __half> ? 0x6400 : 0x4480;  // kMostInProduct
+  return (bits & 0x7fff) > kMost || (bits >> 16 & 0x7fff) > kMost;
+}
+// Looks at all biases of a call, where none varies over the batch and rows are aligned. A warp a row.
+constexpr int kJudges = 128, kJudgeThreads = 256;
+template <class T>
+__global__ void __launch_bounds__(kJudgeThreads)
+    jax_dma_sm90_judge_bias(const __grid_constant__ Problem p, uint32_t* __restrict__ unfit) {
+  const int lane = threadIdx.x % 32, heads = p.bias.kv != 0 ? p.K : 1, group = p.bias.group != 0 ? p.G : 1;
+  const int rows = heads * group * static_cast<int>(p.T);
+  bool found = false;
+  for (int row = blockIdx.x * (kJudgeThreads / 32) + threadIdx.x / 32; row < rows;
+       row += kJudges * (kJudgeThreads / 32)) {
+    const int head = row / static_cast<int>(p.T), t = row - head * static_cast<int>(p.T);
+    const uint16_t* const source = static_cast<const uint16_t*>(p.bias.data) + head / group * p.bias.kv +
+                                   head % group * p.bias.group + t * p.bias.row;
+    int key = 8 * lane;
+    for (; key + 8 <= p.S; key += 256) {
+      const uint4 eight = __ldg(reinterpret_cast<const uint4*>(source + key));
+      found |= is_unfit<T>(eight.x) || is_unfit<T>(eight.y) || is_unfit<T>(eight.z) || is_unfit<T>(eight.w);
+    }
+    for (; key < p.S; ++key) found |= is_unfit<T>(source[key]);
+  }
+  const bool any = __syncthreads_or(found);
+  if (threadIdx.x == 0) unfit[blockIdx.x] = any;
+}
+
+template <class T, int kHeadDim, class MaskKind, class BiasKind, bool kGeneral>
+__global__ void __launch_bounds__(ForwardShape<kHeadDim, MaskKind::kind, BiasKind::kind>::kThreads, 1)
+    jax_dma_sm90_forward(const __grid_constant__ Problem p, const __grid_constant__ ForwardMaps maps,
+                         const __grid_constant__ ForwardPlan plan) {
+  if constexpr (std::is_same_v<BiasKind, product_tile_bias>) {
+    if (__syncthreads_or(threadIdx.x < kJudges && plan.unfit[threadIdx.x] != 0)) {
+      forward_block<T, kHeadDim, MaskKind, tile_bias, kGeneral>(p, maps, plan);
+      return;
     }
   }
+  forward_block<T, kHeadDim, MaskKind, BiasKind, kGeneral>(p, maps, plan);
 }
 
 // Puts together what the splits of a row computed. For a warp a row.

@@ -87,9 +87,19 @@ inline bool use_records(const Problem& p, int64_t items, int blocks, int64_t par
          items * p.key_tiles >= int64_t{kFewestTilesOfABlock} * (p.causal ? 2 : 1) * blocks;
 }
 
+// Whether the products may add the biases of a tile (product_tile_bias): where each bias is used often enough to pay
+// for looking at it first, each row has its own, and 1 / scale is a sum of `parts` numbers of type T.
+constexpr int kFewestEntries = 64;  // of the batch; looking at the biases takes the time of one or two
+template <class T>
+bool can_multiply_bias(const Problem& p, int used_rows, int rows, int parts) {
+  float rest = 1 / p.scale;
+  for (int i = 0; i < parts; ++i) rest -= static_cast<float>(static_cast<T>(rest));
+  return p.B >= kFewestEntries && batch_stride(p, p.bias) == 0 && (p.G == 1 || p.bias.group != 0) &&
+         used_rows == rows && std::abs(rest) <= 1e-6f / p.scale;
+}
+
 template <class T, int kHeadDim>
 cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cudaStream_t stream) {
-  using Shape = ForwardShape<kHeadDim>;
   if (p.T == 0 || p.S == 0 || p.B == 0 || p.G > kTileRows) return cudaErrorNotSupported;
   int device = 0, shared = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -100,6 +110,8 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
   const auto run = [&](auto mask, auto bias) {
     using MaskKind = decltype(mask);
     using BiasKind = decltype(bias);
+    using Shape = ForwardShape<kHeadDim, MaskKind::kind, BiasKind::kind>;
+    constexpr int kStages = Shape::kStages;
     constexpr bool kBitsShared = kBitsInShared<kHeadDim, MaskKind::kind, false>;
     ForwardMaps maps{};
     ForwardPlan plan{};
@@ -118,7 +130,7 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
     if (items > INT32_MAX / 2 || mask_span > INT32_MAX) return cudaErrorNotSupported;
     plan.items = static_cast<int>(items);
     plan.order = tile_order(tiles, heads, p.S * (p.H + p.Hv) * 2, processors);
-    plan.by_heads = Divisor(p.K);
+    plan.by_heads = Divisor(p.K), plan.by_group = Divisor(p.G);
     while (1 << plan.query_shift < tile_queries) ++plan.query_shift;
     if (!encode_forward_maps(p, bias.kind, kBitsShared, Shape::kKeys, Shape::kRowBytes, &maps, &plan))
       return cudaErrorNotSupported;
@@ -141,7 +153,7 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
     }
     plan.side_stage = (bias.kind == Bias::kKey && !in_product ? 4 * Shape::kKeys : 0) + interval_bytes;
     const int rest = kStages * plan.side_stage + static_cast<int>(sizeof(ForwardBarriers));
-    int bias_stages = kStages;
+    int bias_stages = kBiasStages;
     if (bias.kind == Bias::kTile) {
       plan.bias_rows = plan.queries * (p.bias.group != 0 ? p.G : 1);
       plan.bias_panel = (plan.bias_rows * 128 + 1023) / 1024 * 1024;
@@ -164,12 +176,32 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
     constexpr bool kMayShare = BiasKind::kind == Bias::kTile &&
                                (MaskKind::kind == Mask::kBits || (MaskKind::kind == Mask::kNone && kHeadDim <= 64));
     const bool share_bias = kMayShare && !general && can_share_bias(p);
+    constexpr bool kMayMultiply = BiasKind::kind == Bias::kTile && MaskKind::kind != Mask::kIntervals && kHeadDim <= 64;
+    const int diagonal_at = (bytes + 127) / 128 * 128, with_diagonal = diagonal_at + Shape::kDiagonals * kDiagonalBytes;
+    const bool multiply_bias = kMayMultiply && !general && !share_bias && plan.splits == 1 &&
+                               scratch.floats >= kJudges && with_diagonal <= shared &&
+                               can_multiply_bias<T>(p, plan.queries * p.G, Shape::kRows, Shape::kDiagonals);
+    if (multiply_bias) {
+      plan.diagonal_at = diagonal_at, bytes = with_diagonal;
+      plan.unfit = reinterpret_cast<uint32_t*>(scratch.data);
+    }
     if (bytes > shared || !encode_queries(p, share_bias, Shape::kRows, Shape::kRowBytes, &maps, &plan))
       return cudaErrorNotSupported;
+    if (MaskKind::kind == Mask::kBits && kHeadDim >= 128 && !general && plan.splits == 1 && p.bits.row != 0 &&
+        items > 2 * blocks && scratch.floats > static_cast<int64_t>(records * sizeof(Record) / sizeof(float))) {
+      plan.next_item = reinterpret_cast<int*>(scratch.data + scratch.floats - 1);
+      error = cudaMemsetAsync(plan.next_item, 0, sizeof(int), stream);
+      if (error != cudaSuccess) return error;
+    }
     if (in_product && !kWritten) {
       error = fill_bias_records(p, static_cast<Record*>(plan.records.data), records, stream);
       if (error != cudaSuccess) return error;
     }
+    if constexpr (kMayMultiply)
+      if (multiply_bias) {
+        error = sm80::launch(jax_dma_sm90_judge_bias<T>, kJudges, kJudgeThreads, 0, stream, p, plan.unfit);
+        if (error != cudaSuccess) return error;
+      }
     // A block takes every blocks-th tile or so: neighbours in the order have lists of much the same length.
     const auto launch = [&](auto kernel) {
       return sm80::launch(kernel, std::min(items, blocks), Shape::kThreads, bytes, stream, p, maps, plan);
@@ -178,6 +210,8 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
       if (general) return launch(jax_dma_sm90_forward<T, kHeadDim, MaskKind, BiasKind, true>);
       if constexpr (kMayShare)
         if (share_bias) return launch(jax_dma_sm90_forward<T, kHeadDim, MaskKind, shared_tile_bias, false>);
+      if constexpr (kMayMultiply)
+        if (multiply_bias) return launch(jax_dma_sm90_forward<T, kHeadDim, MaskKind, product_tile_bias, false>);
       return launch(jax_dma_sm90_forward<T, kHeadDim, MaskKind, BiasKind, false>);
     };
     const cudaError_t launched = launch_instance();

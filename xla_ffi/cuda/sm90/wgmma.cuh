@@ -105,6 +105,25 @@ __device__ __forceinline__ void wgmma_registers(Accumulator& d, uint32_t a0, uin
   Wgmma<T, sizeof(Accumulator) / 2>::template registers<kTransB>(d, a0, a1, a2, a3, b, accumulate);
 }
 
+// d += a b, a [64 x 32] with two values of each four in a row, b [32 x 128] with its columns contiguous. `which` of the
+// four they are, of rows lane / 4 and lane / 4 + 8 alike: two bits each, from the first on.
+template <class T>
+struct SparseWgmma;
+#define JAX_DMA_SPARSE_WGMMA(T, TYPE)                                                                       \
+  template <>                                                                                               \
+  struct SparseWgmma<T> {                                                                                   \
+    template <class Accumulator>                                                                            \
+    __device__ __forceinline__ static void shared(Accumulator& d, uint64_t a, uint64_t b, uint32_t which) { \
+      asm volatile("wgmma.mma_async.sp.sync.aligned.m64n128k32.f32." TYPE "." TYPE " {" JAX_DMA_R_64        \
+                   "}, %64, %65, %66, 0, 1, 1, 1, 0, 1;"                                                    \
+                   : JAX_DMA_D64                                                                            \
+                   : "l"(a), "l"(b), "r"(which));                                                           \
+    }                                                                                                       \
+  };
+JAX_DMA_SPARSE_WGMMA(__nv_bfloat16, "bf16")
+JAX_DMA_SPARSE_WGMMA(__half, "f16")
+
+#undef JAX_DMA_SPARSE_WGMMA
 #undef JAX_DMA_WGMMAS
 #undef JAX_DMA_WGMMA
 #undef JAX_DMA_D4
