@@ -58,12 +58,48 @@ def test_sums_over_the_batch_in_a_fixed_order(kernels, case):
     check(kernels, case, poison(case, make(case)), deterministic=True)
 
 
+@pytest.mark.parametrize("values", ["usual", "hidden", "large"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((64,), 70, 136, 1, 1, 64, dtype="bfloat16", bias="1KTS"),
+        Case((2, 32), 40, 136, 1, 1, 32, dtype="bfloat16", mask="B11S", bias="1KTS"),
+        Case((64,), 20, 136, 2, 1, 32, dtype="float16", mask="BKTS", bias="1NTS", is_causal=True),
+    ],
+    ids=["plain", "mask_of_keys", "heads_of_a_group"],
+)
+def test_bias_that_a_large_batch_shares(kernels, case, values):
+    """On Hopper the matrix units add it where all of it is small; some of it may hide, and all of it be large."""
+    inputs = make(case)
+    bias = inputs.bias.copy()
+    if values == "hidden":
+        bias[..., 1::5] = -np.inf
+    elif values == "large":
+        bias -= 2e4
+    check(kernels, case, inputs._replace(bias=bias.astype(inputs.bias.dtype)))
+
+
 @pytest.mark.parametrize("mask", [None, "B11S"])
 def test_sums_over_one_batch_axis_in_a_fixed_order(kernels, mask):
     """[2, 1, K, T, S] over a batch of [2, 10]: as many sums as the first axis has entries (CASES 2)."""
     case = Case((2, 10), 100, 136, 2, 2, 32, dtype="bfloat16", mask=mask, bias="BKTS")
     inputs = make(case)
     check(kernels, case, inputs._replace(bias=inputs.bias[:, :1]), deterministic=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((66,), 70, 384, 2, 2, 64, dtype="bfloat16", mask="B11S", bias="1KTS"),
+        Case((67,), 100, 376, 2, 2, 32, dtype="float16", bias="1KTS"),
+        Case((33,), 130, 384, 4, 4, 64, dtype="bfloat16", mask="BKTS", bias="BKTS"),
+        Case((132,), 256, 384, 4, 4, 24, dtype="bfloat16", bias="BKTS", is_causal=True),
+    ],
+    ids=["mask_of_keys", "last_keys", "dense_mask", "causal"],
+)
+def test_many_short_sequences(kernels, case):
+    """Enough of them, and keys, for the Hopper backward kernel whose blocks have 192 keys (CASES 2)."""
+    check(kernels, case, poison(case, make(case)))
 
 
 @pytest.mark.parametrize("mask", INTERVAL_PATTERNS)

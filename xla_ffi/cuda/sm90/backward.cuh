@@ -9,13 +9,14 @@
 //   broadcast
 //
 // Head dimensions up to 64 have tiles of 128 rows where there is no bias: half as many products, twice as much to do
-// between waiting.
+// between waiting. In their tiles of 64 rows the consumers do not meet: one warpgroup makes all of dq, either one that
+// does nothing else, or, where a block has three consumers and 192 keys, each of them in turn.
 //
 // Head dimensions above 128: backward_wide.cuh.
 //
 // Warps. 0: TMA of k, v, q, dout, row statistics. 1: mask bits and bias. 2 and 3: dq and dbias of a consumer warpgroup
-// each, from shared memory to device memory. 4 to 7 and 8 to 11: 64 keys each, and one half of dq: of its channels, or
-// of 128 rows.
+// each, from shared memory to device memory. 4 to 7 and 8 to 11 (and 12 to 15, of three): 64 keys each, and one half of
+// dq: of its channels, or of 128 rows; or 12 to 15: dq.
 //
 // The products of a tile are issued in the order dp, dv, dk, dq, and s of the next tile behind them: exponentials run
 // beside dp, ds and dbias beside dv and dk. dq goes to shared memory beside the next s, and on from there, at 128
@@ -43,22 +44,27 @@ using sm80::kLarge;
 using sm80::Mask;
 
 constexpr int kRows = 64;        // of a tile, or half of one
-constexpr int kKeys = kKeyTile;  // of a block, but for head dimensions above 128
+constexpr int kKeys = kKeyTile;  // of a block, where it has two consumers and up to 128 channels
 constexpr int kQueryParts = kTileRows / kRows;
-constexpr int kThreads = 384, kConsumers = 256;
+constexpr int kThreads = 384, kConsumers = 256;  // above 128 channels
 
 // kHalves: how many times 64 rows a tile has. kStagedDQ: whether dq leaves by way of shared memory (of head dimensions
-// above 128).
-template <int kHeadDim, int kHalves = 1, bool kStagedDQ = true>
+// above 128). kGroups: of consumers, 64 keys each.
+template <int kHeadDim, int kHalves = 1, bool kStagedDQ = true, int kGroups = 2>
 struct BackwardShape {
   static constexpr bool kWide = kHeadDim > 128;
   static constexpr int kTile = kRows * kHalves;
   static constexpr int kPanels = kHeadDim / 64;  // tiles are panels of 64 channels, rows of 128 bytes, swizzled
-  static constexpr int kKeys = kWide ? 64 : sm90::kKeys;  // of a block
+  static constexpr int kKeys = kWide ? 64 : 64 * kGroups;  // of a block
   static constexpr int kKVPanel = kKeys * 128, kQPanel = kTile * 128;
   static constexpr int kKVBytes = kPanels * kKVPanel, kQBytes = kPanels * kQPanel;
   static constexpr int kDSPanel = kKeys * 128, kDSBytes = kHalves * kDSPanel;  // panels of 64 rows, [key][row]
-  static constexpr int kDQRegs = kHalves * kHeadDim / 4;  // of a thread: 64 rows x half the channels over a warpgroup
+  static constexpr bool kTurns = kGroups == 3;                                 // dq is made by the consumers in turn,
+  static constexpr bool kApart = kHeadDim == 64 && kHalves == 1 && !kTurns;    // or by a warpgroup of its own,
+  static constexpr bool kWholeDQ = kTurns || kApart;                           // all channels of it at once
+  static constexpr int kConsumers = 128 * kGroups, kThreads = 128 + kConsumers + (kApart ? 128 : 0);
+  // Of a thread: 64 rows x half the channels over a warpgroup, or all channels.
+  static constexpr int kDQRegs = kHalves * kHeadDim / (kWholeDQ ? 2 : 4);
   static constexpr int kDQBytes = kTile * kHeadDim / 2 * 4;  // of a warpgroup
   static constexpr int kDoutStages = kWide && kStagedDQ ? 1 : 2;
   // dq on its way out: above 128 channels half of it, and p lies behind ds.
@@ -91,10 +97,10 @@ struct BackwardPlan {
   // Bits, bias and dbias have a row for each 1 << shift rows of a tile. Bias and dbias are panels of 128 bytes of keys,
   // swizzled as TMA does: 16-byte chunk c of row r lies at c ^ (r % 8).
   int bits_shift, bias_shift, dbias_shift;
+  int queries;      // of a tile
   int group_shift;  // log2(G), or -1 if a row's query is not row >> group_shift for groups up to 8
   int bits_at, bits_stage, bias_at, bias_stage, bias_panel, dbias_at, dbias_panel;
   int logit_stages;  // of bits and bias
-  int zero_queries;  // of a box of zeros; 0: a tile's
   int special_at;    // SpecialRow of each row, if there is a bias
   int shared;        // bytes in all
   DBias dbias;
@@ -129,12 +135,13 @@ struct BackwardScratch {
   int* turn;         // [B, K, tiles, 2]: under `deterministic`, how many key tiles have added to a half of dq
   float* dbias;      // f32, dbias's shape, where several blocks add to one element; otherwise null
   int64_t tiles;     // of 64 rows, per (batch entry, key/value head)
+  bool zeroed;       // dq is set to 0 beforehand; otherwise by the block of a head's first keys, while others begin
 };
 
 // q and dout: [batch, position, head, channel] in boxes of a tile's rows; k and v: boxes of 128 keys. The batch
 // coordinate of a batch entry is its offset divided by `entry`.
 struct BackwardMaps {
-  CUtensorMap q, dout, k, v, bias, dbias, zeros;  // zeros: dbias, in boxes as large as dq on its way out
+  CUtensorMap q, dout, k, v, bias, dbias;
   int64_t q_entry, dout_entry, k_entry, v_entry;
 };
 
@@ -153,8 +160,8 @@ struct Rows {
 };
 
 // The live tiles of a block, whose first key is `key`, backwards from plan tile `start` and then from the last one.
-// kIntervals: whether there may be intervals.
-template <int kParts, bool kIntervals>
+// kIntervals: whether there may be intervals. kBlockKeys: 192 are keys of two plan tiles.
+template <int kParts, bool kIntervals, int kBlockKeys = kKeys>
 struct Walk {
   int start, words, done = 0, tile = 0, parts = 0;
   uint32_t seen = 0, full = 0;
@@ -177,7 +184,12 @@ struct Walk {
       while (seen == 0) {
         if (kIntervals && p.start.present()) skip_hidden(p, operands.bounds, key / kKeyTile, tile_queries);
         if (done > words) return -1;
-        const TileWord loaded = query_tiles_word(p, operands, key / kKeyTile, word_of(done), tile_queries);
+        TileWord loaded = query_tiles_word(p, operands, key / kKeyTile, word_of(done), tile_queries);
+        if (kBlockKeys > kKeyTile) {
+          const int second = min(key / kKeyTile + 1, static_cast<int>(p.key_tiles) - 1);
+          const TileWord more = query_tiles_word(p, operands, second, word_of(done), tile_queries);
+          loaded.seen |= more.seen, loaded.full &= more.full;
+        }
         seen = loaded.seen, full = loaded.full;
         const uint32_t begun = ~0u >> (kTilesPerWord - 1 - start % kTilesPerWord);  // up to `start`
         if (done == 0) seen &= begun;
@@ -222,16 +234,16 @@ struct BackwardShared {
   Rows rows;
   TileInfo info[2];
   TileJob jobs[4];  // a tile's is overwritten when its dq and dbias have left shared memory
-  uint64_t kv_full, q_full[2], q_free[2], dout_full[2], dout_free[2], logits_full[2], logits_free[2], ds_free,
+  uint64_t kv_full, q_full[2], q_free[2], dout_full[2], dout_free[2], logits_full[2], logits_free[2], ds_full, ds_free,
       job_full[4];
-  uint64_t dq_full[2], dq_free[2], dbias_full[2], dbias_free[2];  // of a warpgroup
+  uint64_t dq_full[2], dq_free[2], dbias_full[3], dbias_free[3];  // of a warpgroup
   int q_batch, dout_batch, k_batch, v_batch;                      // coordinates in the tensor maps
   int start;                                                      // plan tile that this block begins with
   int64_t dk, dv;                                                 // offsets of this block's
 };
 
 // Mask bits and bias of one tile into shared memory, by one warp.
-template <class T, Mask kMask, Bias kBias, int kTile = kRows>
+template <class T, Mask kMask, Bias kBias, int kTile = kRows, int kBlockKeys = kKeys>
 __device__ __forceinline__ void load_logits(const Problem& p, const BackwardPlan& plan,
                                             const BlockOperands<T>& operands, const Rows& rows, uint32_t bits_tile,
                                             uint32_t bias_tile, int t0, int key, bool bits) {
@@ -242,6 +254,21 @@ __device__ __forceinline__ void load_logits(const Problem& p, const BackwardPlan
     for (int r = lane; r < kTile >> plan.bits_shift; r += 32) {
       const int row = r << plan.bits_shift, query = rows.query(row), head = per_head ? rows.head(row) : 0;
       const bool inside = t0 + query < static_cast<int>(p.T);
+      if constexpr (kBlockKeys == 192) {  // six words
+        const uint32_t* const words = operands.bits + (inside ? (t0 + query) * p.bits.row + head * p.bits.group : 0);
+        const uint32_t target = bits_tile + 32 * r, same = p.bits.col == 0 && inside ? *words : 0;
+#pragma unroll
+        for (int i = 0; i < 6; i += 2) {
+          const int word = key / 32 + i;
+          const bool there = inside && word < 4 * static_cast<int>(p.key_tiles);
+          if (p.bits.col != 0)
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(target + 4 * i),
+                         "l"(words + (there ? word : 0)), "r"(there ? 8 : 0)
+                         : "memory");
+          else asm volatile("st.shared.v2.u32 [%0], {%1, %1};" ::"r"(target + 4 * i), "r"(same) : "memory");
+        }
+        continue;
+      }
       const uint32_t* source =
           operands.bits +
           (inside ? (t0 + query) * p.bits.row + head * p.bits.group + (key / kKeys * 4) * p.bits.col : 0);
@@ -302,11 +329,64 @@ __device__ __forceinline__ float (&half_of(float (&x)[kN], int half))[32] {
   return reinterpret_cast<float (&)[32]>(x[32 * half]);
 }
 
+// Where in a tile, in units of 16 bytes, a lane's share begins. Of ds: matrices of 8 keys x 8 rows, of which lane l
+// gives the address of key l % 8 of matrix l / 8.
+__device__ __forceinline__ int place_in_ds(int lane) {
+  return (lane / 8 % 2 * 8 + lane % 8) * 8 + ((lane / 16) ^ (lane % 8));
+}
+// Of dbias, whose rows stand for 1 << shift rows each: transposed, so any order of rows will do.
+__device__ __forceinline__ int place_in_dbias(int lane, int shift) {
+  const int n = lane % 8, block = shift == 3 ? 0 : lane / 16;
+  const int row = 8 * block + (shift == 0   ? n
+                               : shift == 2 ? 4 * (n % 2) + 2 * (n / 2 % 2) + n / 4
+                                            : 4 * (n % 2) + n / 2);
+  return row * 8 + ((lane / 8 % 2) ^ (row & 7));
+}
+// Of bias, where two rows share one of it: of a pair of rows that ldmatrix gives, the first is made to be that of x's
+// pair 2 i, the second of 2 i + 1.
+__device__ __forceinline__ int place_in_bias(int lane, int shift) {
+  const int row = (lane / 8 * 16 + lane % 2 * 8 + lane % 8 / 2 * 2) >> shift;
+  return row * 8 + (row & 7);
+}
+
+// Makes pairs of biases -inf where mask bits hide: of two rows and one of the thread's two keys each, either 2 i and
+// 2 i + 1 of eight rows, or (kPairs) those of two times eight rows. `key`: the first of this warp's 16, in the tile.
+template <class Element, bool kPairs, int kRowBytes>
+__device__ __forceinline__ void hide_pairs(uint32_t (&pairs)[kPairs ? 8 : 16], uint32_t bits_tile, int shift, int key) {
+  constexpr uint32_t kInfinities = std::is_same_v<Element, __half> ? 0xfc00fc00 : 0xff80ff80;
+  const int lane = fresh_lane(), step = shift > 3 ? 0 : 8 * kRowBytes >> shift;  // between rows that are 8 apart
+  const uint32_t first = bits_tile + key / 32 * 4 + ((2 * (lane % 4)) >> shift) * kRowBytes;
+  const uint32_t bytes = 0xcc88 + key % 32 / 8 * 0x1111;  // prmt: copies of the top bits of these
+  uint32_t seen[2];
+  const auto look = [&](uint32_t even, uint32_t odd) {
+    even = ptx::load_shared_word(even) << (7 - lane / 4), odd = ptx::load_shared_word(odd) << (7 - lane / 4);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      asm("prmt.b32 %0, %1, %2, %3;" : "=r"(seen[h]) : "r"(even), "r"(odd), "r"(bytes + h * 0x1111));
+  };
+  const auto hide = [&](int i, int h) {
+    uint32_t& pair = pairs[kPairs ? 4 * h + i : 2 * i + h];
+    pair = (pair & seen[h]) | (kInfinities & ~seen[h]);
+  };
+  if (step == 0) {  // the same for all rows
+    look(first, first);
+#pragma unroll
+    for (int i = 0; i < (kPairs ? 4 : 8); ++i) hide(i, 0), hide(i, 1);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < (kPairs ? 4 : 8); ++i) {
+    if (kPairs) look(first + 2 * i * step, first + (2 * i + 1) * step);
+    else look(first + i * step, first + i * step + (shift == 0 ? kRowBytes : 0));
+    hide(i, 0), hide(i, 1);
+  }
+}
+
 // x = x * factor + bias^T, from a tile in shared memory. `key`: the first of this warp's 16, in the tile. kPairs: rows
-// 2 i and 2 i + 1 share a row of bias.
-template <class T, bool kGeneral, bool kPairs>
+// 2 i and 2 i + 1 share a row of bias, and `place` is the lane's. hide: whether mask bits are to be looked at.
+template <class T, bool kGeneral, bool kPairs, int kBitsBytes = 16>
 __device__ __forceinline__ void add_bias(float (&x)[32], const Problem& p, const BackwardPlan& plan, uint32_t tile,
-                                         int key, float factor) {
+                                         int key, int place, float factor, bool hide, uint32_t bits_tile) {
   const int lane = fresh_lane(), shift = plan.bias_shift;
   if (kGeneral && p.bias_dtype == DType::kF32) {
     tile += key / 32 * plan.bias_panel;
@@ -327,34 +407,37 @@ __device__ __forceinline__ void add_bias(float (&x)[32], const Problem& p, const
   const auto add = [&](auto element) {
     using Element = decltype(element);
     const uint32_t panel = tile + key / 64 * plan.bias_panel;
+    uint32_t pairs[kPairs ? 8 : 16];
     if constexpr (kPairs) {
-      // Of a pair of rows that ldmatrix gives, the first is made to be that of x's pair 2 i, the second of 2 i + 1.
-      const int r = (lane / 8 * 16 + lane % 2 * 8 + lane % 8 / 2 * 2) >> shift;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        uint32_t pair[4];
-        ptx::load_matrix_transposed(pair, panel + r * 128 + (((key % 64 / 8 + h) ^ (r & 7)) << 4));
+      for (int h = 0; h < 2; ++h)
+        ptx::load_matrix_transposed(reinterpret_cast<uint32_t (&)[4]>(pairs[4 * h]),
+                                    panel + ((place ^ (key % 64 / 8 + h)) << 4));
+    } else {
+      const int chunk = key % 64 / 8 + (lane / 8) % 2;
+#pragma unroll
+      for (int c = 0; c < 8; c += 2) {
+        const int r = (8 * (c + lane / 16) + lane % 8) >> shift;
+        ptx::load_matrix_transposed(reinterpret_cast<uint32_t (&)[4]>(pairs[2 * c]),
+                                    panel + r * 128 + ((chunk ^ (r & 7)) << 4));
+      }
+    }
+    if (!kGeneral && hide) hide_pairs<Element, kPairs, kBitsBytes>(pairs, bits_tile, plan.bits_shift, key);
+    if constexpr (kPairs) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float2 b = ptx::unpack<Element>(pair[i]);
+          const float2 b = ptx::unpack_bits<Element>(pairs[4 * h + i]);
           float* const y = x + 8 * i + 2 * h;
           y[0] = fmaf(y[0], factor, b.x), y[1] = fmaf(y[1], factor, b.x);
           y[4] = fmaf(y[4], factor, b.y), y[5] = fmaf(y[5], factor, b.y);
         }
-      }
-      return;
-    }
-    const int chunk = key % 64 / 8 + (lane / 8) % 2;
+    } else {
 #pragma unroll
-    for (int c = 0; c < 8; c += 2) {
-      const int r = (8 * (c + lane / 16) + lane % 8) >> shift;
-      uint32_t pair[4];
-      ptx::load_matrix_transposed(pair, panel + r * 128 + ((chunk ^ (r & 7)) << 4));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 b = ptx::unpack<Element>(pair[i]);
-        float* const y = x + 4 * c + 2 * i;
-        y[0] = fmaf(y[0], factor, b.x), y[1] = fmaf(y[1], factor, b.y);
+      for (int i = 0; i < 16; ++i) {
+        const float2 b = ptx::unpack_bits<Element>(pairs[i]);
+        x[2 * i] = fmaf(x[2 * i], factor, b.x), x[2 * i + 1] = fmaf(x[2 * i + 1], factor, b.y);
       }
     }
   };
@@ -476,33 +559,28 @@ __device__ __forceinline__ void store_matrix_transposed(uint32_t address, uint32
 
 // dbias of a tile into shared memory, [row][key], 16 bits: a warp's 16 keys, the first of which is `key` in the panel.
 template <class Element>
-__device__ __forceinline__ void stage_dbias_16(const float (&ds)[32], uint32_t panel, int key, int shift) {
+__device__ __forceinline__ void stage_dbias_16(const float (&ds)[32], uint32_t panel, int key, int shift, int place) {
   const GroupSums sums{ds};
-  const int lane = fresh_lane(), n = lane % 8, chunk = key / 8 + lane / 8 % 2, block = lane / 16;
-  // Transposed, lane l gives the address of column l % 8 of matrix l / 8, so any order of columns will do.
-  const auto at = [&](int row) { return panel + row * 128 + ((chunk ^ (row & 7)) << 4); };
+  const uint32_t first = panel + ((place ^ (key / 8)) << 4);
   if (shift == 0) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* const d = ds + 8 * i;
-      store_matrix_transposed(at(8 * (2 * i + block) + n), ptx::pack<Element>(d[0], d[1]),
-                              ptx::pack<Element>(d[2], d[3]), ptx::pack<Element>(d[4], d[5]),
-                              ptx::pack<Element>(d[6], d[7]));
+      store_matrix_transposed(first + i * 2048, ptx::pack<Element>(d[0], d[1]), ptx::pack<Element>(d[2], d[3]),
+                              ptx::pack<Element>(d[4], d[5]), ptx::pack<Element>(d[6], d[7]));
     }
   } else if (shift == 1) {
     const auto word = [&](int i, int h) { return ptx::pack<Element>(sums.pair(2 * i, h), sums.pair(2 * i + 1, h)); };
 #pragma unroll
     for (int i = 0; i < 4; i += 2)
-      store_matrix_transposed(at(8 * (i + block) + 4 * (n % 2) + n / 2), word(i, 0), word(i, 1), word(i + 1, 0),
-                              word(i + 1, 1));
+      store_matrix_transposed(first + i * 1024, word(i, 0), word(i, 1), word(i + 1, 0), word(i + 1, 1));
   } else if (shift == 2) {
     const auto word = [&](int i, int h) { return ptx::pack<Element>(sums.quad(2 * i, h), sums.quad(2 * i + 1, h)); };
-    store_matrix_transposed(at(8 * block + 4 * (n % 2) + 2 * (n / 2 % 2) + n / 4), word(0, 0), word(0, 1), word(1, 0),
-                            word(1, 1));
+    store_matrix_transposed(first, word(0, 0), word(0, 1), word(1, 0), word(1, 1));
   } else {
     const auto word = [&](int h) { return ptx::pack<Element>(sums.octet(0, h), sums.octet(1, h)); };
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at(4 * (n % 2) + n / 2)),
-                 "r"(word(0)), "r"(word(1))
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(first), "r"(word(0)),
+                 "r"(word(1))
                  : "memory");
   }
 }
@@ -554,6 +632,12 @@ __device__ __forceinline__ void stage_dbias_32(const float (&ds)[32], uint32_t p
 // The descriptor of an operand that lies `bytes` further on.
 __device__ __forceinline__ uint64_t advance(uint64_t operand, int bytes) {
   return (operand & ~uint64_t{0xffffffff}) | (static_cast<uint32_t>(operand) + (bytes >> 4));
+}
+
+__device__ __forceinline__ void bulk_store(float* target, uint32_t source, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
 // Stores a box of a map of five axes, or adds it to what is there.
@@ -703,16 +787,6 @@ struct DBiasWriter {
       if (lane == 0) put(t * p.dbias.row + g * p.dbias.group, sum);
     }
   }
-
-  // Zeros for tiles `begin` to `end`, which were skipped.
-  __device__ void clear(int begin, int end, int thread) const {
-    const int queries = queries_per_tile(p.G) / kQueryParts, heads = mode == DBias::kPerRow ? p.G : 1;
-    const int t_end = min(end * queries, static_cast<int>(p.T));
-#pragma unroll 1
-    for (int t = begin * queries; t < t_end; ++t)
-#pragma unroll 1
-      for (int g = 0; g < heads; ++g) put2(t * p.dbias.row + g * p.dbias.group, 2 * thread, 0.0f, 0.0f);
-  }
 };
 
 // Word j of lane 4 i + k becomes word k of lane 4 i + j.
@@ -762,30 +836,35 @@ __device__ __forceinline__ int first_tile_of_window(const Problem& p, int64_t he
   return (last - last % (own.y - own.x)) / queries_per_tile(p.G);
 }
 
-template <class T, int kHeadDim, class MaskKind, class BiasKind, Staging kStaging, int kHalves = 1>
-__global__ void __launch_bounds__(kThreads, 1)
+template <class T, int kHeadDim, class MaskKind, class BiasKind, Staging kStaging, int kHalves = 1, int kGroups = 2>
+__global__ void __launch_bounds__(BackwardShape<kHeadDim, kHalves, true, kGroups>::kThreads, 1)
     jax_dma_sm90_backward(const __grid_constant__ Problem p, const __grid_constant__ BackwardMaps maps,
                           const __grid_constant__ BackwardScratch scratch, const __grid_constant__ BackwardPlan plan) {
-  using Shape = BackwardShape<kHeadDim, kHalves>;
-  constexpr int kTile = Shape::kTile, kParts = kTileRows / kTile;
+  using Shape = BackwardShape<kHeadDim, kHalves, true, kGroups>;
+  constexpr int kKeys = Shape::kKeys, kConsumers = Shape::kConsumers, kThreads = Shape::kThreads;
+  constexpr int kTile = Shape::kTile, kParts = kTileRows / kTile, kBitsBytes = kKeys > 128 ? 32 : 16;
+  constexpr bool kTurns = Shape::kTurns, kApart = Shape::kApart, kWholeDQ = Shape::kWholeDQ;
   constexpr Mask kMask = MaskKind::kind;
   constexpr Bias kBias = BiasKind::kind;
   constexpr bool kGeneral = kStaging == Staging::kAny;
   // dbias is of bias's shape.
   constexpr bool kBiasPairs = kStaging == Staging::k2 || kStaging == Staging::k4 || kStaging == Staging::k8;
   static_assert(kHalves == 1 || kBias != Bias::kTile);
+  static_assert(!kTurns || (kBias == Bias::kTile && kMask != Mask::kIntervals && !kGeneral));
   constexpr int kPanels = Shape::kPanels, kQPanel = Shape::kQPanel, kKVPanel = Shape::kKVPanel;
   constexpr bool kLogits = kMask == Mask::kBits || kBias == Bias::kTile;  // something is loaded for each tile of logits
   constexpr bool kFewRegisters = kHeadDim * kHalves == 128;
   // Where registers are short ds is made of p as the products see it, in 16 bits.
-  constexpr bool kPackedP = kFewRegisters;
-  constexpr bool kHideFirst = kBias != Bias::kNone;  // before the exponentials
+  constexpr bool kPackedP = kFewRegisters || kTurns;
+  constexpr bool kEarlyDV = kHeadDim == 128 && !kGeneral;  // dv is issued before dp is waited for
+  constexpr bool kHideFirst = kBias != Bias::kNone;        // before the exponentials
   // dq of a tile is announced, to the warp that adds it, together with ds of the next one. Not where that one may have
   // to wait, for a soft cap, until the same warp has read dbias.
   constexpr bool kLateDQ = kFewRegisters && !(kGeneral && kBias == Bias::kTile);
-  // A block is launched with 168 registers for each of 384 threads; more would be waited for forever.
-  constexpr int kProducerRegs = !kFewRegisters ? 88 : kBias == Bias::kTile ? 40 : 56;
-  constexpr int kConsumerRegs = (3 * 168 - kProducerRegs) / 2;
+  constexpr bool kDeltaFirst = kApart && kBias == Bias::kTile;  // dp begins with -delta
+  // A block is launched with 168 registers for each of 384 threads, or 128 of 512; more would be waited for forever.
+  constexpr int kProducerRegs = kTurns ? 32 : kApart ? 64 : !kFewRegisters ? 88 : kBias == Bias::kTile ? 40 : 56;
+  constexpr int kConsumerRegs = kTurns ? 160 : kApart ? 192 : (3 * 168 - kProducerRegs) / 2, kDQWarpRegs = 64;
 
   extern __shared__ __align__(1024) char dynamic[];
   __shared__ BackwardShared shared;
@@ -804,37 +883,66 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int width = min(plan.chunk, plan.heads - chunk * plan.chunk);
   const int key_tile = plan.first_part + block / width, at = plan.first_head + chunk * plan.chunk + block % width;
   const int entries = static_cast<int>(p.B), head = plan.heads_apart ? at % entries * p.K + at / entries : at;
-  const int key = key_tile * kKeys, queries = queries_per_tile(p.G) / kParts;
+  const int key = key_tile * kKeys, queries = plan.queries;
   // dbias of a tile leaves by TMA, or is read from ds.
+  const bool deterministic = !kTurns && p.deterministic;
   const bool staged_dbias = kBias == Bias::kTile && plan.dbias_by_tma,
-             read_dbias = kBias == Bias::kTile && plan.dbias != DBias::kNone && !plan.dbias_by_tma;
+             read_dbias = !kTurns && kBias == Bias::kTile && plan.dbias != DBias::kNone && !plan.dbias_by_tma;
 
+  // A block begins with little code a thread: what runs once is not in the instruction cache.
+  const int batch = head / static_cast<int>(p.K), kv_head = head % static_cast<int>(p.K);
+  const auto offset = [&](const View& view) { return offset_of(p, view, batch, kv_head, 0); };
   if (threadIdx.x == 0) {
-    operands.fill(p, head / p.K, head % p.K);
-    barrier_init(&shared.kv_full, 1), barrier_init(&shared.ds_free, 8);
+    barrier_init(&shared.ds_free, kWholeDQ ? 4 : 8), barrier_init(&shared.ds_full, 4 * kGroups);
     for (int i = 0; i < 4; ++i) barrier_init(&shared.job_full[i], 1);
     for (int i = 0; i < 2; ++i) {
       barrier_init(&shared.q_full[i], 1), barrier_init(&shared.dout_full[i], 1);
-      barrier_init(&shared.q_free[i], 8), barrier_init(&shared.dout_free[i], 8);
-      barrier_init(&shared.logits_full[i], 64 + (plan.bias_by_tma ? 1 : 0)), barrier_init(&shared.logits_free[i], 8);
+      barrier_init(&shared.q_free[i], 4 * kGroups), barrier_init(&shared.dout_free[i], 4 * kGroups);
+      barrier_init(&shared.logits_full[i], 64 + (plan.bias_by_tma ? 1 : 0)),
+          barrier_init(&shared.logits_free[i], 4 * kGroups);
       barrier_init(&shared.dq_full[i], 4), barrier_init(&shared.dq_free[i], 1);
+    }
+    for (int i = 0; i < kGroups; ++i)
       barrier_init(&shared.dbias_full[i], staged_dbias ? 4 : 8),
           barrier_init(&shared.dbias_free[i], staged_dbias ? 1 : 2);
-    }
     barrier_init_fence();
+  } else if (threadIdx.x == 64) {  // k and v
+    barrier_init(&shared.kv_full, 1);
+    barrier_init_fence();
+    const int k_batch = static_cast<int>(offset_of(p, p.k, batch, 0, 0) / maps.k_entry),
+              v_batch = static_cast<int>(offset_of(p, p.v, batch, 0, 0) / maps.v_entry);
+    arrive_expecting(&shared.kv_full, 2 * Shape::kKVBytes);
+    for (int panel = 0; panel < kPanels; ++panel) {
+      load_box(k_tile + panel * kKVPanel, &maps.k, &shared.kv_full, 64 * panel, kv_head, key, k_batch);
+      load_box(v_tile + panel * kKVPanel, &maps.v, &shared.kv_full, 64 * panel, kv_head, key, v_batch);
+    }
   } else if (threadIdx.x == 32) {
-    shared.q_batch = static_cast<int>(offset_of(p, p.q, head / p.K, 0, 0) / maps.q_entry);
-    shared.dout_batch = static_cast<int>(offset_of(p, p.dout, head / p.K, 0, 0) / maps.dout_entry);
-  } else if (threadIdx.x == 64) {
-    shared.k_batch = static_cast<int>(offset_of(p, p.k, head / p.K, 0, 0) / maps.k_entry);
-    shared.v_batch = static_cast<int>(offset_of(p, p.v, head / p.K, 0, 0) / maps.v_entry);
+    shared.q_batch = static_cast<int>(offset_of(p, p.q, batch, 0, 0) / maps.q_entry);
+    prefetch_map(&maps.q);
   } else if (threadIdx.x == 96) {
-    shared.dk = offset_of(p, p.dk, head / p.K, head % p.K, 0),
-    shared.dv = offset_of(p, p.dv, head / p.K, head % p.K, 0);
+    shared.dk = offset(p.dk), shared.dv = offset(p.dv);
     int start = -1;
     if (kMask != Mask::kNone && p.start.present() && !p.deterministic && scratch.dbias == nullptr)
       start = first_tile_of_window(p, head, key_tile);
     shared.start = start >= 0 ? start : first_tile(p, scratch, head, key_tile);
+  } else if (threadIdx.x == 128) {
+    shared.dout_batch = static_cast<int>(offset_of(p, p.dout, batch, 0, 0) / maps.dout_entry);
+    prefetch_map(&maps.dout);
+  } else if (threadIdx.x == 160) {
+    operands.bits = static_cast<const uint32_t*>(p.bits.data) + offset(p.bits);
+    operands.by_query = static_cast<const uint32_t*>(p.tiles_by_query.data) + offset(p.tiles_by_query);
+  } else if (threadIdx.x == 192) {
+    operands.by_key = static_cast<const uint32_t*>(p.tiles_by_key.data) + offset(p.tiles_by_key);
+    operands.bounds = static_cast<const int32_t*>(p.bounds.data) + offset(p.bounds);
+  } else if (threadIdx.x == 224) {
+    operands.start = static_cast<const int32_t*>(p.start.data) + offset(p.start);
+    operands.end = static_cast<const int32_t*>(p.end.data) + offset(p.end);
+  } else if (threadIdx.x == 256) {
+    operands.bias = static_cast<const char*>(p.bias.data) + offset(p.bias) * (p.bias_dtype == DType::kF32 ? 4 : 2);
+    operands.lse = static_cast<const float*>(p.lse.data) + offset(p.lse);
+  } else if (threadIdx.x == 288) {
+    operands.dbias_offset = offset(p.dbias);
+    operands.dbias = static_cast<char*>(p.dbias.data) + operands.dbias_offset * (p.bias_dtype == DType::kF32 ? 4 : 2);
   }
   for (int r = threadIdx.x; r < kTile; r += kThreads)
     shared.rows.packed[r] = r < queries * p.G ? r / p.G | (r % p.G) << 16 : queries - 1;
@@ -850,25 +958,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     give_registers<kProducerRegs>();
     constexpr bool kIntervals = kMask == Mask::kIntervals || kGeneral;  // there may be intervals
     if (warp == 0) {
-      Walk<kParts, kIntervals> walk(p, shared.start);
-      const int kv_head = head % p.K, bytes = kPanels * queries * p.G * 128;
+      Walk<kParts, kIntervals, kKeys> walk(p, shared.start);
+      const int bytes = kPanels * queries * p.G * 128;
       int i = 0;
 #pragma unroll 1
       for (int tile = walk.next(p, operands, key); tile >= 0; tile = walk.next(p, operands, key), ++i) {
         const int stage = i & 1, parity = (i >> 1 & 1) ^ 1, t0 = tile * queries;
         int turn = 0;
-        if (p.deterministic)
+        if (deterministic)
           turn = kMask == Mask::kNone
                      ? key_tile
                      : key_tiles_before<kIntervals>(p, operands, tile / kParts, key_tile, queries_per_tile(p.G));
         if (lane == 0) {
-          if (i == 0) {
-            arrive_expecting(&shared.kv_full, 2 * Shape::kKVBytes);
-            for (int panel = 0; panel < kPanels; ++panel) {
-              load_box(k_tile + panel * kKVPanel, &maps.k, &shared.kv_full, 64 * panel, kv_head, key, shared.k_batch);
-              load_box(v_tile + panel * kKVPanel, &maps.v, &shared.kv_full, 64 * panel, kv_head, key, shared.v_batch);
-            }
-          }
           wait(&shared.q_free[stage], parity);
           int hidden = kMask == Mask::kBits && p.bits.present() && !walk.tile_full ? kTestBits : 0;
           if (key + kKeys > static_cast<int>(p.S) ||
@@ -898,6 +999,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         __syncwarp();
       }
       if (lane == 0) {
+        if (i == 0) wait(&shared.kv_full, 0);  // a block must not end before what it has asked for is there
         wait(&shared.q_free[i & 1], (i >> 1 & 1) ^ 1);
         shared.info[i & 1].tile = shared.jobs[i & 3].tile = -1;
         arrive(&shared.q_full[i & 1]), arrive(&shared.job_full[i & 3]);
@@ -922,9 +1024,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                        0, tile * queries, p.bias.kv != 0 ? head % p.K : 0, plan.bias_batch ? head / p.K : 0);
           }
           __syncwarp();
-          load_logits<T, kMask, kBias, kTile>(p, plan, operands, shared.rows,
-                                              k_tile + plan.bits_at + stage * plan.bits_stage, bias_tile,
-                                              tile * queries, key, shared.jobs[i & 3].bits);
+          load_logits<T, kMask, kBias, kTile, kKeys>(p, plan, operands, shared.rows,
+                                                     k_tile + plan.bits_at + stage * plan.bits_stage, bias_tile,
+                                                     tile * queries, key, shared.jobs[i & 3].bits);
           arrive_after_copies(&shared.logits_full[stage]);
           arrive(&shared.logits_full[stage]);
           if (++stage == plan.logit_stages) stage = 0, parity ^= 1;
@@ -932,8 +1034,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         asm volatile("cp.async.wait_all;" ::: "memory");
       }
     } else {
-      // dq and dbias of a warpgroup.
+      // dq and dbias of a warpgroup. Of three: dq and dbias of the first, dbias of the others.
       const int group = warp - 2;
+      const int end_group = kTurns && group == 1 ? kGroups : group + 1;
+      const bool has_dq = !kTurns || group == 0;
+      if (!has_dq && !staged_dbias) return;
       const uint32_t dq_stage = k_tile + Shape::kDQ + group * Shape::kDQBytes;
       const DBiasWriter<T> writer{p,
                                   shared.rows,
@@ -943,9 +1048,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                                   key,
                                   plan.dbias_pairs};
       const int group_panels = plan.dbias_f32 ? 2 : 1;  // 64 keys
-      const uint32_t dbias_stage = k_tile + plan.dbias_at + group * group_panels * plan.dbias_panel;
+      const uint32_t dbias_stages = k_tile + plan.dbias_at;
       const int dbias_head = p.dbias.kv != 0 ? head % p.K : 0, dbias_batch = plan.dbias_batch ? head / p.K : 0;
-      const auto store_dbias = [&](const CUtensorMap* map, uint32_t source, int panel, int t0) {
+      const auto store_dbias = [&](const CUtensorMap* map, int group, uint32_t source, int panel, int t0) {
 #pragma unroll 1
         for (int i = 0; i < group_panels; ++i)
           store_box(map, source + i * panel, scratch.dbias != nullptr, key + 64 * group + 32 * i, t0, dbias_head,
@@ -953,7 +1058,34 @@ __global__ void __launch_bounds__(kThreads, 1)
       };
       // Channels that are not there: a half of all rows, or of a group's rows.
       const bool any_channels = kHalves == 2 || group * (kHeadDim / 2) < p.H;
-      const int dq_bytes = kHalves == 2 && p.H <= kHeadDim / 2 ? Shape::kDQBytes / 2 : Shape::kDQBytes;
+      const int all_bytes = kTurns ? 2 * Shape::kDQBytes : Shape::kDQBytes;
+      const int dq_bytes = (kHalves == 2 || kTurns) && p.H <= kHeadDim / 2 ? all_bytes / 2 : all_bytes;
+      if constexpr (kWholeDQ) {
+        // Block (head, first keys) sets dq of the head to 0, and the head's others wait for that. It has begun before
+        // them: blocks begin in the order of their numbers, and whatever the order of heads, of the heads of a chunk
+        // the first keys have the lowest.
+        if (!scratch.zeroed && has_dq) {
+          int* const done = scratch.turn + 2 * (head * scratch.tiles + 1) + group;  // not needed otherwise
+          if (key_tile == 0) {
+            for (int at = 16 * lane; at < all_bytes; at += 512)
+              *reinterpret_cast<uint4*>(dynamic + (dq_stage - k_tile) + at) = uint4{0, 0, 0, 0};
+            fence_async_proxy();
+            __syncwarp();
+            if (lane == 0) {
+#pragma unroll 1
+              for (int tile = 0; any_channels && tile < static_cast<int>(scratch.tiles); ++tile)
+                bulk_store(scratch.dq + (2 * (head * scratch.tiles + tile) + group) * (kRows * kHeadDim / 2), dq_stage,
+                           dq_bytes);
+              bulk_wait();
+              ptx::store_release(done, 1);
+            }
+          } else if (lane == 0) {
+            while (ptx::load_acquire(done) == 0) __nanosleep(32);
+            fence_async_proxy_global();
+          }
+        }
+        if (lane == 0 && has_dq) arrive(&shared.dq_free[group]);
+      }
       int i = 0;
       const auto next_tile = [&] {
         wait(&shared.job_full[i & 3], i >> 2 & 1);
@@ -966,7 +1098,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int64_t place = 2 * (head * scratch.tiles + tile * kHalves) + kHalves * group;
         int* const turn = scratch.turn + place;
         const int before = shared.jobs[i & 3].turn;
-        if (p.deterministic) {  // key tiles add to dq in their own order
+        if (deterministic) {  // key tiles add to dq in their own order
           while (ptx::load_acquire(turn) != before) __nanosleep(32);
           fence_async_proxy_global();
         }
@@ -976,7 +1108,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           bulk_wait_read();
         }
         arrive(&shared.dq_free[group]);
-        if (p.deterministic) {  // once what was added is in memory
+        if (deterministic) {  // once what was added is in memory
           bulk_wait();
           ptx::store_release(turn, before + 1);
         }
@@ -998,47 +1130,18 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int tile = next_tile(); tile >= 0; ++i, tile = next_tile()) {
           if (lane == 0) {
             if (staged_dbias) {
-              wait(&shared.dbias_full[group], i & 1);
-              store_dbias(&maps.dbias, dbias_stage, plan.dbias_panel, tile * queries);
-              bulk_wait_read();
-              arrive(&shared.dbias_free[group]);
+#pragma unroll 1
+              for (int g = group; g < end_group; ++g) {
+                wait(&shared.dbias_full[g], i & 1);
+                store_dbias(&maps.dbias, g, dbias_stages + g * group_panels * plan.dbias_panel, plan.dbias_panel,
+                            tile * queries);
+                bulk_wait_read();
+                arrive(&shared.dbias_free[g]);
+              }
             }
-            add_dq(tile);
+            if (has_dq) add_dq(tile);
           }
           __syncwarp();
-        }
-      }
-      if constexpr (kBias == Bias::kTile) {
-        if (plan.dbias != DBias::kNone && scratch.dbias == nullptr) {  // zeros in the tiles that were skipped
-          const bool wide = plan.zero_queries > 0;  // where dq was there is room for boxes of more than a tile
-          const uint32_t zeros = wide ? dq_stage : dbias_stage;
-          if (staged_dbias) {
-            if (i > 0) wait(&shared.dbias_free[group], (i - 1) & 1);
-            const int bytes = wide ? Shape::kDQBytes : group_panels * plan.dbias_panel;
-            for (int at = 16 * lane; at < bytes; at += 512)
-              *reinterpret_cast<uint4*>(dynamic + (zeros - k_tile) + at) = uint4{0, 0, 0, 0};
-            fence_async_proxy();
-            __syncwarp();
-          }
-          Walk<kParts, kIntervals> again(p, static_cast<int>(p.query_tiles) - 1);
-          int tile = static_cast<int>(ceil_div(p.T, queries));
-#pragma unroll 1
-          while (tile >= 0) {
-            const int end = tile;
-            tile = again.next(p, operands, key);
-            if (!staged_dbias) {
-              writer.clear(tile + 1, end, threadIdx.x - 64);
-            } else if (lane == 0) {
-              int t0 = (tile + 1) * queries;
-              const int t1 = end * queries;
-#pragma unroll 1
-              for (; wide && t0 + plan.zero_queries <= t1; t0 += plan.zero_queries)
-                store_dbias(&maps.zeros, zeros, Shape::kDQBytes / group_panels, t0);
-#pragma unroll 1
-              for (; t0 < t1; t0 += queries) store_dbias(&maps.dbias, zeros, plan.dbias_panel, t0);
-            }
-            __syncwarp();
-          }
         }
       }
       if (lane == 0) bulk_wait();
@@ -1046,10 +1149,52 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
 
+  // What all lanes of the warp have done with.
+  const auto release = [&](uint64_t* barrier) {
+    __syncwarp();
+    if (lane == 0) arrive(barrier);
+  };
+  // All channels of dq of the block's i-th tile, by one warpgroup.
+  const auto make_dq = [&](int i, float (&dq)[32]) __attribute__((always_inline)) {
+    wait(&shared.ds_full, i & 1);
+    const uint64_t ds_columns = operand(ds_tile, 8192), k_columns = operand(k_tile, kKVPanel);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < kKeys / 16; ++c)
+      wgmma_shared<T, true, true>(dq, advance(ds_columns, c * 2048), advance(k_columns, c * 2048), c > 0);
+    wgmma_commit();
+    wait(&shared.dq_free[0], i & 1);
+    if (!kTurns) wait(&shared.dq_free[1], i & 1);
+    wgmma_wait<0>();
+    hold(dq);
+    release(&shared.ds_free);
+    float4* const stage = reinterpret_cast<float4*>(dynamic + Shape::kDQ) + threadIdx.x % 128;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) stage[c * 128] = make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
+    fence_async_proxy();
+    release(&shared.dq_full[0]);
+    if (!kTurns) release(&shared.dq_full[1]);
+  };
+  if constexpr (kApart) {
+    if (threadIdx.x >= 128 + kConsumers) {
+      give_registers<kDQWarpRegs>();
+      float dq[32];
+#pragma unroll 1
+      for (int i = 0;; ++i) {
+        wait(&shared.job_full[i & 3], i >> 2 & 1);
+        if (shared.jobs[i & 3].tile < 0) return;
+        if (i == 0) wait(&shared.kv_full, 0);
+        make_dq(i, dq);
+      }
+    }
+  }
+
   take_registers<kConsumerRegs>();
   // Warpgroup, by a vote: what is made of it the compiler then knows to be the same for all lanes, as descriptors must
   // be.
-  const int group = __any_sync(~0u, threadIdx.x >= 256) ? 1 : 0, thread = threadIdx.x % 128;
+  const int group =
+      (__any_sync(~0u, threadIdx.x >= 256) ? 1 : 0) + (kTurns && __any_sync(~0u, threadIdx.x >= 384) ? 1 : 0);
+  const int thread = threadIdx.x % 128;
   const int warp_key = 64 * group + 16 * (warp % 4), k0 = warp_key + lane / 4;  // this thread's keys are k0 and k0 + 8
   float dk[kHeadDim / 2], dv[kHeadDim / 2], key_sum[2] = {0.0f, 0.0f}, key_bias[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -1078,6 +1223,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   float s_p[32 * kHalves], dp_ds[32 * kHalves], dq[Shape::kDQRegs];
   uint32_t packed[kHalves][16], ds[kHalves][16];  // p and ds in 16 bits
 
+  // The lane's places in ds, dbias and bias. At 128 channels they are worked out once and share a register.
+  const uint32_t places = place_in_ds(lane) | place_in_dbias(lane, plan.dbias_shift) << 7 |
+                          (kBiasPairs ? place_in_bias(lane, plan.bias_shift) << 14 : 0);
+  const auto place = [&](int first_bit, int bits) {
+    uint32_t all = places;
+    asm volatile("" : "+r"(all));  // what is made of it is not kept in registers
+    return static_cast<int>(all >> first_bit & ((1u << bits) - 1));
+  };
+  const auto place_of_ds = [&] { return kHeadDim == 128 ? place(0, 7) : place_in_ds(fresh_lane()); };
+  const auto place_of_dbias = [&](int shift) {
+    return kHeadDim == 128 ? place(7, 7) : place_in_dbias(fresh_lane(), shift);
+  };
+  const auto place_of_bias = [&] {
+    return kHeadDim == 128 ? place(14, 8) : place_in_bias(fresh_lane(), plan.bias_shift);
+  };
+
   // Where the thread's words of ds lie: word c holds rows 8 (c / 2) + 2 (lane % 4), + 1 and key k0 + 8 (c % 2).
   struct WordsOfDS {
     uint32_t base;
@@ -1088,11 +1249,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     __device__ __forceinline__ uint32_t at(int c) const { return base + c % 2 * 1024 + (((c / 2) ^ swizzle) << 4); }
   };
   const uint32_t ds_keys = ds_tile + warp_key * 128;
-  // What all lanes of the warp have done with.
-  const auto release = [&](uint64_t* barrier) {
-    __syncwarp();
-    if (lane == 0) arrive(barrier);
-  };
   const auto issue_s = [&](int i) __attribute__((always_inline)) {
     const uint64_t k_rows = operand(k_group), q_rows = operand(q_at(i));
     wgmma_fence();
@@ -1108,7 +1264,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int c = 0; c < kHeadDim / 16; ++c)
       wgmma_shared<T>(dp_ds, advance(v_rows, (c / 4) * kKVPanel + (c % 4) * 32),
-                      advance(dout_rows, (c / 4) * kQPanel + (c % 4) * 32), c > 0);
+                      advance(dout_rows, (c / 4) * kQPanel + (c % 4) * 32), kDeltaFirst || c > 0);
     wgmma_commit();
   };
   // dv += p^T dout, dk += ds^T q.
@@ -1147,6 +1303,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     special = __any_sync(~0u, special);  // the same for every warp
     wait(&shared.dout_full[stage], i >> 1 & 1);
     if (special) {
+      if (kWholeDQ) named_sync(4, kConsumers);  // others may still read special_rows
       // Whatever the cotangents of a row that sees nothing hold must not reach the products, in which 0 * NaN is NaN.
 #pragma unroll 1
       for (int j = threadIdx.x - 128; j < kTile * 8 * kPanels; j += kConsumers) {
@@ -1189,6 +1346,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     const int hidden = shared.info[stage].hidden;
     const uint32_t bits_tile = k_tile + plan.bits_at + logit_stage * plan.bits_stage;
+    // Bits hide pairs of biases, unless these stand for two rows each that see different keys.
+    const bool bits_in_bias =
+        kMask == Mask::kBits && kBias == Bias::kTile && !kGeneral && (!kBiasPairs || plan.bits_shift > 0);
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       float (&x)[32] = half_of(s_p, half);
@@ -1211,8 +1371,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
       if constexpr (kBias == Bias::kTile) {
-        add_bias<T, kGeneral, kBiasPairs>(x, p, plan, k_tile + plan.bias_at + logit_stage * plan.bias_stage, warp_key,
-                                          factor);
+        add_bias<T, kGeneral, kBiasPairs, kBitsBytes>(x, p, plan, k_tile + plan.bias_at + logit_stage * plan.bias_stage,
+                                                      warp_key, kBiasPairs ? place_of_bias() : 0, factor,
+                                                      bits_in_bias && (hidden & kTestBits), bits_tile);
       } else if constexpr (kBias == Bias::kKey) {
 #pragma unroll
         for (int c = 0; c < 32; ++c) x[c] = fmaf(x[c], factor, key_bias[c / 2 % 2]);
@@ -1231,16 +1392,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       // Hidden positions are 0 in p, whatever they met on the way.
       const auto hide = [&](float value) {
-        if (kMask == Mask::kBits && (hidden & kTestBits)) {
-          const int shift = plan.bits_shift, step = 128 >> shift;  // between rows that are 8 apart
-          const uint32_t first = bits_tile + warp_key / 32 * 4 + ((first_row + 2 * (lane % 4)) >> shift) * 16;
+        if (kMask == Mask::kBits && !bits_in_bias && (hidden & kTestBits)) {
+          // Between rows that are 8 apart:
+          const int shift = plan.bits_shift, step = shift > 3 ? 0 : 8 * kBitsBytes >> shift;
+          const uint32_t first = bits_tile + warp_key / 32 * 4 + ((first_row + 2 * (lane % 4)) >> shift) * kBitsBytes;
           const uint32_t bit0 = 1u << (k0 % 32), bit1 = bit0 << 8;
           const auto load = [&](uint32_t address) {
             uint32_t word;
             asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
             return word;
           };
-          if (shift > 0) {  // two neighbouring rows are of one query
+          if (shift > 0 && (kGeneral || !kBiasPairs)) {  // two neighbouring rows are of one query
 #pragma unroll
             for (int c = 0; c < 8; ++c) {
               const uint32_t word = load(first + c * step);
@@ -1252,7 +1414,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             for (int c = 0; c < 8; ++c)
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
-                const uint32_t word = load(first + c * 128 + e * 16);
+                const uint32_t word = load(first + c * 8 * kBitsBytes + e * kBitsBytes);
                 if ((word & bit0) == 0) x[4 * c + e] = value;
                 if ((word & bit1) == 0) x[4 * c + 2 + e] = value;
               }
@@ -1275,7 +1437,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       if constexpr (!kHideFirst) hide(0.0f);
 #pragma unroll
-      for (int c = 0; c < 16; ++c) packed[half][c] = ptx::pack<T>(x[2 * c], x[2 * c + 1]);
+      for (int c = 0; c < 16; ++c) packed[half][c] = ptx::pack_bits<T>(x[2 * c], x[2 * c + 1]);
     }
     if (kLogits && !kHideFirst) release(&shared.logits_free[logit_stage]);
   };
@@ -1284,10 +1446,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // for dk and dq.
   const auto make_ds = [&](int i) __attribute__((always_inline)) {
     const auto store_ds = [&](int half) {
-      // Matrices of 8 keys x 8 rows: lane l gives the address of key l % 8 of matrix l / 8.
-      const int l = fresh_lane();
-      const uint32_t first =
-          ds_keys + half * Shape::kDSPanel + (l / 8 % 2 * 8 + l % 8) * 128 + (((l / 16) ^ (l % 8)) << 4);
+      const uint32_t first = ds_keys + half * Shape::kDSPanel + (place_of_ds() << 4);
 #pragma unroll
       for (int c = 0; c < 4; ++c)
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(first ^ (c << 5)),
@@ -1301,22 +1460,24 @@ __global__ void __launch_bounds__(kThreads, 1)
       const float2* const minus_delta =
           reinterpret_cast<const float2*>(stats + (i & 1) * 2 * kTile + half * 2 * kRows + kRows) + lane % 4;
       const auto weights = [&](int c) {  // two rows of p
-        return kPackedP ? ptx::unpack<T>(packed[half][c]) : make_float2(x[2 * c], x[2 * c + 1]);
+        if (!kPackedP) return make_float2(x[2 * c], x[2 * c + 1]);
+        return kGeneral ? ptx::unpack<T>(packed[half][c]) : ptx::unpack_bits<T>(packed[half][c]);
       };
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
         const float2 p0 = weights(2 * c), p1 = weights(2 * c + 1);
-        const float2 d = minus_delta[4 * c];
-        y[4 * c] = p0.x * (y[4 * c] + d.x), y[4 * c + 1] = p0.y * (y[4 * c + 1] + d.y);
-        y[4 * c + 2] = p1.x * (y[4 * c + 2] + d.x), y[4 * c + 3] = p1.y * (y[4 * c + 3] + d.y);
+        const auto differ = [&](float dp, float minus_delta) { return kDeltaFirst ? dp : dp + minus_delta; };
+        const float2 d = kDeltaFirst ? float2{} : minus_delta[4 * c];
+        y[4 * c] = p0.x * differ(y[4 * c], d.x), y[4 * c + 1] = p0.y * differ(y[4 * c + 1], d.y);
+        y[4 * c + 2] = p1.x * differ(y[4 * c + 2], d.x), y[4 * c + 3] = p1.y * differ(y[4 * c + 3], d.y);
         if constexpr (kBias == Bias::kKey)
           key_sum[0] += y[4 * c] + y[4 * c + 1], key_sum[1] += y[4 * c + 2] + y[4 * c + 3];
       }
       if (!capped) {
 #pragma unroll
-        for (int c = 0; c < 16; ++c) ds[half][c] = ptx::pack<T>(y[2 * c], y[2 * c + 1]);
+        for (int c = 0; c < 16; ++c) ds[half][c] = ptx::pack_bits<T>(y[2 * c], y[2 * c + 1]);
         if (half == 0) {
-          wait(&shared.ds_free, (i & 1) ^ 1);
+          if (!kEarlyDV) wait(&shared.ds_free, (i & 1) ^ 1);
           if (read_dbias) wait(&shared.dbias_free[0], (i & 1) ^ 1);
         }
         store_ds(half);
@@ -1352,9 +1513,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int shift = kStaging < Staging::kF32 ? static_cast<int>(kStaging) : plan.dbias_shift;
         if (kStaging == Staging::kF32 || (kGeneral && plan.dbias_f32))
           stage_dbias_32(dp_ds, panels, plan.dbias_panel, warp_key, shift);
-        else if constexpr (!kGeneral) stage_dbias_16<T>(dp_ds, panel, warp_key % 64, shift);
-        else if (p.bias_dtype == DType::kBF16) stage_dbias_16<__nv_bfloat16>(dp_ds, panel, warp_key % 64, shift);
-        else stage_dbias_16<__half>(dp_ds, panel, warp_key % 64, shift);
+        else if constexpr (!kGeneral) stage_dbias_16<T>(dp_ds, panel, warp_key % 64, shift, place_of_dbias(shift));
+        else if (p.bias_dtype == DType::kBF16)
+          stage_dbias_16<__nv_bfloat16>(dp_ds, panel, warp_key % 64, shift, place_of_dbias(shift));
+        else stage_dbias_16<__half>(dp_ds, panel, warp_key % 64, shift, place_of_dbias(shift));
       }
     }
   };
@@ -1370,6 +1532,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   };
 
+  // What dp of the block's i-th tile begins with: -delta, which is then not to be added.
+  const auto begin_dp = [&](int i) __attribute__((always_inline)) {
+    if constexpr (kDeltaFirst) {
+      const float2* const minus_delta = reinterpret_cast<const float2*>(stats + (i & 1) * 2 * kTile + kRows) + lane % 4;
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        const float2 d = minus_delta[4 * c];
+        dp_ds[4 * c] = dp_ds[4 * c + 2] = d.x, dp_ds[4 * c + 1] = dp_ds[4 * c + 3] = d.y;
+      }
+    }
+  };
+
   wait(&shared.q_full[0], 0);
   int tile = shared.info[0].tile;
   bool special = false;
@@ -1377,19 +1551,56 @@ __global__ void __launch_bounds__(kThreads, 1)
     wait(&shared.kv_full, 0);
     issue_s(0);
     special = prepare(0);
+    begin_dp(0);
     wgmma_wait<0>();
     hold(s_p);
   }
-  int i = 0;
+  int i = 0, owner = 0;  // owner: which consumer makes dq of the tile
 #pragma unroll 1
   for (; tile >= 0; ++i) {
     issue_dp(i);
     make_p(i, tile, special);
-    wgmma_wait<0>();
+    if constexpr (kEarlyDV) {
+      issue_rows(dv, packed, dout_at(i));
+      wait(&shared.ds_free, (i & 1) ^ 1);  // here it also keeps ptxas from moving exponentials behind the wait for dp
+    }
+    wgmma_wait<kEarlyDV ? 1 : 0>();
     hold(dp_ds);
-    issue_rows(dv, packed, dout_at(i));
+    if constexpr (!kEarlyDV) issue_rows(dv, packed, dout_at(i));
     make_ds(i);
     issue_rows(dk, ds, q_at(i));
+    if constexpr (kWholeDQ) {
+      const int next = i + 1;
+      wait(&shared.q_full[next & 1], next >> 1 & 1);
+      tile = shared.info[next & 1].tile;
+      if constexpr (kApart) {  // there are registers for s of the next tile beside what becomes dbias
+        wgmma_wait<1>();
+        hold(dv);
+        release(&shared.dout_free[i & 1]);
+        issue_s(next);
+      }
+      stage_dbias(i);
+      fence_async_proxy();
+      release(&shared.ds_full);
+      if (staged_dbias) release(&shared.dbias_full[group]);
+      wgmma_wait<kApart ? 1 : 0>();
+      hold(dk);
+      if constexpr (kTurns) {
+        hold(dv);
+        issue_s(next);
+        release(&shared.dout_free[i & 1]);
+      }
+      release(&shared.q_free[i & 1]);
+      if (tile >= 0) special = prepare(next);
+      if constexpr (kTurns) {
+        if (owner == group) make_dq(i, dp_ds);
+        owner = owner == kGroups - 1 ? 0 : owner + 1;
+      }
+      if (tile >= 0) begin_dp(next);
+      wgmma_wait<0>();
+      hold(s_p);
+      continue;
+    }
     stage_dbias(i);
     fence_async_proxy();
     if (kLateDQ && i > 0) release(&shared.dq_full[group]);
@@ -1414,6 +1625,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     hold(s_p);
   }
 
+  if (kApart && i > 0) wait(&shared.ds_free, (i - 1) & 1);  // ds has been read
   if (kLateDQ && i > 0) {
     fence_async_proxy();
     release(&shared.dq_full[group]);
@@ -1433,7 +1645,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         transpose_words(words);
         const int c = 8 * (n + lane % 4);
         if (s < static_cast<int>(p.S) && c < channels)
-          *reinterpret_cast<uint4*>(out + s * view.row + c) = uint4{words[0], words[1], words[2], words[3]};
+          ptx::store_global(out + s * view.row + c, uint4{words[0], words[1], words[2], words[3]});
       }
     }
   };
@@ -1493,7 +1705,7 @@ __global__ void __launch_bounds__(threads_for(kChannels))
   float* const stats = scratch.row_stats + int64_t{blockIdx.x} * (2 * kRows);
   float4* const dq = reinterpret_cast<float4*>(scratch.dq) + int64_t{blockIdx.x} * (kRows * kHeadDim / 4);
 #pragma unroll
-  for (int i = threadIdx.x; i < kRows * kHeadDim / (p.H > kHeadDim / 2 ? 4 : 8); i += kThreads)
+  for (int i = threadIdx.x; scratch.zeroed && i < kRows * kHeadDim / (p.H > kHeadDim / 2 ? 4 : 8); i += kThreads)
     dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (threadIdx.x < 2) scratch.turn[2 * int64_t{blockIdx.x} + threadIdx.x] = 0;
 #pragma unroll
@@ -1522,6 +1734,60 @@ __global__ void __launch_bounds__(threads_for(kChannels))
       stats[r] = blank ? INFINITY : RowStat::of(row_lse, p.bias.present());
       stats[kRows + r] = blank ? 0.0f : row_dlse - sum;
     }
+  }
+}
+
+// Zeros in the tiles of dbias that no block visits. Row by row: as boxes of single tiles, stored by those who skip
+// them, they took up to three times as long. One block per plan tile of queries.
+template <class T>
+__global__ void __launch_bounds__(256)
+    jax_dma_sm90_clear_dbias(const __grid_constant__ Problem p, int block_keys, bool aligned) {
+  constexpr int kWords = 64;  // of key tiles at a time
+  __shared__ BlockOperands<T> operands;
+  __shared__ uint32_t skipped[kQueryParts][kWords];
+  const int64_t head = blockIdx.x / p.query_tiles;
+  const int tile = static_cast<int>(blockIdx.x % p.query_tiles);
+  if (threadIdx.x == 0) operands.fill(p, head / p.K, head % p.K);
+  __syncthreads();
+  const int lane = threadIdx.x % 32, queries = queries_per_tile(p.G), part = queries / kQueryParts;
+  const int heads = p.dbias.group != 0 ? p.G : 1, bytes = operands.bias_bytes(p), per_chunk = 16 / bytes;
+  const int words = static_cast<int>(ceil_div(p.key_tiles, kTilesPerWord));
+#pragma unroll 1
+  for (int first = 0; first < words; first += kWords) {
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < min(kWords, words - first); i += 8) {
+      const uint32_t seen = key_tiles_word(p, operands, tile, first + i, queries).seen;
+      const int end_key = ((first + i) * kTilesPerWord + lane + 1) * kKeyTile;
+      const int key = (end_key - 1) / block_keys * block_keys;  // the first of the last block that has keys of the tile
+#pragma unroll
+      for (int j = 0; j < kQueryParts; ++j) {  // as Walk does
+        const int last = min((tile * kQueryParts + j + 1) * part, static_cast<int>(p.T)) - 1;
+        const bool reached = p.deterministic || !p.causal || key <= last + static_cast<int>(p.causal_offset());
+        const uint32_t visited = seen & __ballot_sync(~0u, reached);
+        if (lane == 0) skipped[j][i] = ~visited;
+      }
+    }
+    __syncthreads();
+    const int64_t begin = int64_t{first} * kTilesPerWord * kKeyTile,
+                  end = min(begin + kWords * kTilesPerWord * kKeyTile, p.S);
+    const int chunks = static_cast<int>(ceil_div(end - begin, per_chunk));
+#pragma unroll 1
+    for (int r = 0; r < queries * heads; ++r) {
+      const int query = r / heads, t = tile * queries + query;
+      if (t >= p.T) break;
+      char* const row = operands.dbias + (t * p.dbias.row + r % heads * p.dbias.group + begin) * bytes;
+      const uint32_t* const tiles = skipped[query / part];
+#pragma unroll 4
+      for (int c = threadIdx.x; c < chunks; c += 256) {
+        const int i = c * per_chunk, key_tile = i / kKeyTile;
+        if ((tiles[key_tile / kTilesPerWord] >> (key_tile % kTilesPerWord) & 1) == 0) continue;
+        if (aligned && begin + i + per_chunk <= p.S) *reinterpret_cast<uint4*>(row + i * bytes) = uint4{0, 0, 0, 0};
+        else
+          for (int j = i; j < min(i + per_chunk, static_cast<int>(p.S - begin)); ++j)
+            store_value(row, j, 0.0f, p.bias_dtype);
+      }
+    }
+    __syncthreads();
   }
 }
 

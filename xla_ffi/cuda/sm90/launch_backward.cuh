@@ -82,13 +82,18 @@ bool plan_logits(const Problem& p, float* dbias_sums, BackwardPlan* plan, Backwa
                   {{group, view.group, group}, {p.T, view.row, queries}, {p.K, view.kv, 1}, {p.B, batch, 1}});
   };
 
+  plan->queries = queries;
   plan->group_shift = grouped ? group_shift : -1;
   plan->dbias = dbias_mode_of(p);
   plan->dbias_pairs = pairs_are_aligned(p, p.dbias);
-  if (p.bits.present()) plan->bits_shift = shift_of(p.bits), plan->bits_stage = (Shape::kTile >> plan->bits_shift) * 16;
+  if (p.bits.present()) {
+    const bool one_row = p.bits.row == 0 && p.bits.group == 0;
+    plan->bits_shift = !one_row ? shift_of(p.bits) : Shape::kTile == 64 ? 6 : 7;
+    plan->bits_stage = (Shape::kTile >> plan->bits_shift) * (Shape::kKeys > 128 ? 32 : 16);
+  }
   if (tile_bias) {
     plan->bias_shift = shift_of(p.bias), plan->bias_panel = panel_of(plan->bias_shift);
-    plan->bias_stage = plan->bias_panel * (p.bias_dtype == DType::kF32 ? 4 : 2);
+    plan->bias_stage = plan->bias_panel * (p.bias_dtype == DType::kF32 ? 4 : 2) * Shape::kKeys / 128;
     plan->bias_aligned = sm80::bias_is_aligned(p, p.bias);
     plan->bias_by_tma = map_of(&maps->bias, &plan->bias_batch, p.bias, p.bias.data, p.bias_dtype, queries);
     if (plan->dbias == DBias::kPerQuery || plan->dbias == DBias::kPerRow) {
@@ -96,16 +101,12 @@ bool plan_logits(const Problem& p, float* dbias_sums, BackwardPlan* plan, Backwa
       plan->dbias_f32 = dbias_sums != nullptr || p.bias_dtype == DType::kF32;
       void* const data = dbias_sums ? dbias_sums : p.dbias.data;
       const DType dtype = plan->dbias_f32 ? DType::kF32 : p.bias_dtype;
-      const int zero_rows = Shape::kDQBytes / 128 / (plan->dbias_f32 ? 2 : 1);
-      plan->zero_queries = zero_rows / (p.dbias.group != 0 ? p.G : 1) / queries * queries;
-      plan->dbias_by_tma =
-          map_of(&maps->dbias, &plan->dbias_batch, p.dbias, data, dtype, queries) &&
-          map_of(&maps->zeros, &plan->dbias_batch, p.dbias, data, dtype, std::max(plan->zero_queries, queries));
+      plan->dbias_by_tma = map_of(&maps->dbias, &plan->dbias_batch, p.dbias, data, dtype, queries);
     }
   }
   // What is dearest goes first when space is short: the second stage, then dbias's.
   for (;; plan->dbias_by_tma = false) {
-    const int dbias_bytes = plan->dbias_by_tma ? plan->dbias_panel * (plan->dbias_f32 ? 4 : 2) : 0;
+    const int dbias_bytes = plan->dbias_by_tma ? plan->dbias_panel * (plan->dbias_f32 ? 4 : 2) * Shape::kKeys / 128 : 0;
     for (plan->logit_stages = 2; plan->logit_stages > 0; --plan->logit_stages) {
       plan->dbias_at = Shape::kLogits;
       plan->bias_at = plan->dbias_at + dbias_bytes;
@@ -131,9 +132,9 @@ bool prepare(const Problem& p, const BackwardBuffers& buffers, BackwardPlan* pla
 
 using BackwardKernel = void (*)(Problem, BackwardMaps, BackwardScratch, BackwardPlan);
 
-// tall: tiles of 128 rows; staged: dq leaves by way of shared memory.
+// tall: tiles of 128 rows; staged: dq leaves by way of shared memory; three: blocks of 192 keys.
 template <class T, int kHeadDim, class MaskKind, class BiasKind>
-BackwardKernel kernel_of(Staging staging, bool tall, bool staged) {
+BackwardKernel kernel_of(Staging staging, bool tall, bool staged, bool three) {
   if constexpr (kHeadDim > 128) {
     if constexpr (BiasKind::kind == Bias::kTile) return nullptr;
     else
@@ -144,6 +145,9 @@ BackwardKernel kernel_of(Staging staging, bool tall, bool staged) {
     const auto of = [&](auto staging) -> BackwardKernel {
       if constexpr (kHeadDim == 64 && BiasKind::kind == Bias::kNone)
         if (tall) return jax_dma_sm90_backward<T, kHeadDim, MaskKind, BiasKind, staging.value, 2>;
+      if constexpr (kHeadDim == 64 && BiasKind::kind == Bias::kTile && MaskKind::kind != Mask::kIntervals &&
+                    (staging.value == Staging::k1 || staging.value == Staging::kF32))
+        if (three) return jax_dma_sm90_backward<T, kHeadDim, MaskKind, BiasKind, staging.value, 1, 3>;
       return jax_dma_sm90_backward<T, kHeadDim, MaskKind, BiasKind, staging.value>;
     };
     if constexpr (kAnyMask)
@@ -173,10 +177,22 @@ cudaError_t launch_apart(const Problem& p, const BackwardBuffers& buffers, const
   cudaError_t error =
       launch_backward<T, kHeadDim>(others, {buffers.row_stats, buffers.dq, buffers.turn, nullptr, 0}, stream);
   if (error == cudaSuccess) error = cudaMemsetAsync(buffers.dbias, 0, buffers.dbias_elements * sizeof(float), stream);
-  const BackwardScratch scratch{buffers.row_stats, buffers.dq, buffers.turn, buffers.dbias,
-                                ceil_div(p.T, queries_per_tile(p.G) / kQueryParts)};
+  const BackwardScratch scratch{buffers.row_stats,
+                                buffers.dq,
+                                buffers.turn,
+                                buffers.dbias,
+                                ceil_div(p.T, queries_per_tile(p.G) / kQueryParts),
+                                true};
   if (error == cudaSuccess) error = launch_bias_gradient<T, kHeadDim>(p, scratch, gradient, stream);
   return error == cudaSuccess ? round_dbias<T>(p, buffers, stream) : error;
+}
+
+// Whether blocks of three times 64 keys are better than of two, where a bias varies by query: few keys must be wasted,
+// and there must be enough blocks for all multiprocessors (under a causal mask they differ in length).
+inline bool takes_three(const Problem& p) {
+  const int64_t keys = p.S, parts = ceil_div(keys, 192);
+  return p.bias.present() && p.bias_dtype == p.dtype && !p.deterministic && p.softcap == 0.0f && !p.start.present() &&
+         parts * 192 <= ceil_div(keys, 128) * 128 * 17 / 16 && p.B * p.K * parts >= (p.causal ? 8 : 2) * 132;
 }
 
 template <class T, int kHeadDim>
@@ -196,16 +212,27 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
   if (kWide && tile_bias) return cudaErrorNotSupported;  // slower than the sm_80 class
   // dq of head dimensions above 128 is added from registers, but where the order must be fixed.
   const bool staged = !kWide || p.deterministic;
+  bool three = false;
+  if constexpr (kHeadDim == 64) {
+    three = tile_bias && takes_three(p) && prepare<BackwardShape<64, 1, true, 3>>(p, buffers, &plan, &maps);
+    const bool same_rows = plan.dbias_shift == 0 || plan.dbias_f32;  // what there are instances for
+    three = three && plan.group_shift >= 0 && same_rows && plan.bias_by_tma &&
+            (plan.dbias == DBias::kNone || plan.dbias_by_tma);
+    if (!three) plan = BackwardPlan{};
+  }
   // Tiles of 128 rows for 64 channels, if they are twice 64 rows.
   bool tall = false;
   if constexpr (kHeadDim == 64)
     tall = !p.bias.present() && kRows % p.G == 0 && prepare<BackwardShape<kHeadDim, 2>>(p, buffers, &plan, &maps);
-  const bool fits = tall || (staged ? prepare<BackwardShape<kHeadDim>>(p, buffers, &plan, &maps)
-                                    : prepare<BackwardShape<kHeadDim, 1, false>>(p, buffers, &plan, &maps));
+  const bool fits = three || tall ||
+                    (staged ? prepare<BackwardShape<kHeadDim>>(p, buffers, &plan, &maps)
+                            : prepare<BackwardShape<kHeadDim, 1, false>>(p, buffers, &plan, &maps));
   if (!fits) return cudaErrorNotSupported;
 
-  const BackwardScratch scratch{buffers.row_stats, buffers.dq, buffers.turn, buffers.dbias,
-                                tall ? kQueryParts * p.query_tiles : ceil_div(p.T, queries)};
+  const int64_t row_tiles = tall ? kQueryParts * p.query_tiles : ceil_div(p.T, queries);
+  // dq of a short sequence is set to 0 where it is added to, in the L2 cache.
+  const bool zeroed = tall || kHeadDim != 64 || p.deterministic || row_tiles < 2 || row_tiles > 12;
+  const BackwardScratch scratch{buffers.row_stats, buffers.dq, buffers.turn, buffers.dbias, row_tiles, zeroed};
   const int64_t tiles = p.B * p.K * scratch.tiles;
   // The kernels before and after have instances for half of 64 channels.
   constexpr int kHalf = kHeadDim == 64 ? 32 : kHeadDim;
@@ -213,6 +240,13 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
   cudaError_t error = launch(
       few_v_channels ? jax_dma_sm90_row_stats<T, kHeadDim, kHalf> : jax_dma_sm90_row_stats<T, kHeadDim, kHeadDim>,
       tiles, threads_for(few_v_channels ? kHalf : kHeadDim), 0, stream, p, scratch);
+  if constexpr (!kWide) {
+    const bool skips = p.causal || p.bits.present() || p.start.present();
+    if (error == cudaSuccess && skips && buffers.dbias == nullptr &&
+        (plan.dbias == DBias::kPerQuery || plan.dbias == DBias::kPerRow))
+      error = launch(jax_dma_sm90_clear_dbias<T>, p.B * p.K * p.query_tiles, 256, 0, stream, p, three ? 192 : kKeys,
+                     sm80::bias_is_aligned(p, p.dbias));
+  }
   if (error == cudaSuccess && buffers.dbias != nullptr)
     error = cudaMemsetAsync(buffers.dbias, 0, buffers.dbias_elements * sizeof(float), stream);
 
@@ -223,7 +257,7 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
                                            : static_cast<Staging>(plan.dbias_shift);
 
   // Blocks that add to one element of dbias are launched one after another where the order of additions must be fixed.
-  const int parts = static_cast<int>(ceil_div(p.S, BackwardShape<kHeadDim>::kKeys)),
+  const int parts = static_cast<int>(ceil_div(p.S, three ? 192 : BackwardShape<kHeadDim>::kKeys)),
             heads = static_cast<int>(p.B * p.K);
   const bool in_order = p.deterministic && buffers.dbias != nullptr;
   plan.heads = in_order ? 1 : heads;
@@ -231,14 +265,15 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
   // Sums for which the L2 cache is too small: one head's are finished before the next one's.
   constexpr int64_t kLargeSums = int64_t{16} << 20;  // bytes
   plan.heads_apart = !in_order && p.dbias.kv != 0 && buffers.dbias_elements * 4 > kLargeSums;
+  const int threads = tall || kWide ? kThreads : three ? 512 : BackwardShape<kHeadDim>::kThreads;
   plan.chunk = p.causal ? std::min(plan.heads, 16) : 1;
   for (plan.first_head = 0; plan.first_head < heads; plan.first_head += plan.heads)
     for (plan.first_part = 0; plan.first_part < parts && error == cudaSuccess; plan.first_part += plan.parts)
       error = sm80::with_kinds(p, [&](auto mask, auto bias) {
         const BackwardKernel kernel =
-            rare ? kernel_of<T, kHeadDim, sm80::dense_mask, decltype(bias)>(staging, tall, staged)
-                 : kernel_of<T, kHeadDim, decltype(mask), decltype(bias)>(staging, tall, staged);
-        return launch(kernel, int64_t{plan.parts} * plan.heads, kThreads, plan.shared, stream, p, maps, scratch, plan);
+            rare ? kernel_of<T, kHeadDim, sm80::dense_mask, decltype(bias)>(staging, tall, staged, three)
+                 : kernel_of<T, kHeadDim, decltype(mask), decltype(bias)>(staging, tall, staged, three);
+        return launch(kernel, int64_t{plan.parts} * plan.heads, threads, plan.shared, stream, p, maps, scratch, plan);
       });
   if (error == cudaSuccess)
     error = launch(
