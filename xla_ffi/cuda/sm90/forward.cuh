@@ -450,15 +450,17 @@ struct BiasPairs {
                  : "=r"(pairs[c][0]), "=r"(pairs[c][1]), "=r"(pairs[c][2]), "=r"(pairs[c][3])
                  : "r"(address));
   }
-  // x = x * factor + the bias, and -inf where `bits` hide (kHide). Returns something of the last load.
+  // x = x * factor + the bias, and -inf where `bits` hide (kHide). Returns something of each load.
   template <class Element, bool kHide, class Bits>
   __device__ __forceinline__ uint32_t add(float (&x)[kBlocks][4], uint32_t lane_row, int panel_bytes, float factor,
                                           const Bits& bits) {
     constexpr int kSteps = kBlocks / 2, kAhead = 4;
 #pragma unroll
     for (int c = 0; c < kAhead; ++c) load(lane_row, panel_bytes, c);
+    uint32_t read = 0;
 #pragma unroll
     for (int c = 0; c < kSteps; ++c) {
+      read |= pairs[c][3];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int i = j % 2, n = 2 * c + j / 2;
@@ -469,7 +471,7 @@ struct BiasPairs {
       }
       if (c + kAhead < kSteps) load(lane_row, panel_bytes, c + kAhead);
     }
-    return pairs[kSteps - 1][3];
+    return read;
   }
 };
 
@@ -488,6 +490,9 @@ struct SharedBiasPairs {
     uint32_t pairs[kLoads][4];
 #pragma unroll
     for (int c = 0; c < kLoads; ++c) ptx::load_matrix(pairs[c], (lane_row ^ (c % 2 * 64)) + c / 2 * panel_bytes);
+    uint32_t read = 0;
+#pragma unroll
+    for (int c = 0; c < kLoads; ++c) read |= pairs[c][3];
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       uint32_t pair = pairs[n / 4][n % 4];
@@ -497,7 +502,7 @@ struct SharedBiasPairs {
       for (int i = 0; i < 2; ++i)
         x[n][2 * i] = x[n][2 * i] * factor + b.x, x[n][2 * i + 1] = x[n][2 * i + 1] * factor + b.y;
     }
-    return pairs[kLoads - 1][3];
+    return read;
   }
 };
 
@@ -945,8 +950,8 @@ __device__ __forceinline__ void forward_block(const Problem& p, const ForwardMap
     __syncwarp();
     release_products(empty);
   };
-  // The same for what was loaded to registers: `read` is something of the last load. Without it the stage may be given
-  // back before the loads have been carried out, and overwritten.
+  // The same for what was loaded to registers: `read` is something of each load (ptxas may change their order).
+  // Without it the stage may be given back before the loads have been carried out, and overwritten.
   const auto release_read = [&](uint64_t* empty, uint32_t read) {
     __syncwarp();
     if ((lane | (read & plan.nothing)) == 0) arrive(empty);
