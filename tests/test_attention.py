@@ -102,6 +102,36 @@ def test_many_short_sequences(kernels, case):
     check(kernels, case, poison(case, make(case)))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_padding_of_many_short_sequences(kernels, dtype, is_causal):
+    """Whole blocks of keys hidden before or behind those that are seen, and all of a sequence's (CASES 1, 2)."""
+    case = Case((66,), 70, 384, 2, 2, 40, dtype=dtype, mask="B11S", bias="1KTS", is_causal=is_causal)
+    inputs = make(case)
+    inputs.mask[0::4, ..., :200] = False
+    inputs.mask[1::4, ..., 180:] = False
+    inputs.mask[2] = False
+    check(kernels, case, poison(case, inputs))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((2,), 150, 264, 4, 2, 64, dtype="bfloat16", bias="1N1S", is_causal=True),
+        Case((3,), 70, 200, 8, 2, 128, dtype="float16", mask="BKTS", bias="BN1S"),
+        Case((2,), 130, 392, 16, 2, 32, dtype="bfloat16", mask="BK", bias="1N1S", is_causal=True),
+        Case((1,), 150, 264, 6, 2, 128, dtype="bfloat16", bias="1N1S", is_causal=True),
+        Case((2,), 90, 264, 8, 2, 128, dtype="bfloat16", bias="1N1S", bias_dtype="float32"),
+        Case((2,), 90, 260, 8, 2, 64, dtype="bfloat16", mask="B11S", bias="BN1S"),
+        Case((2,), 1, 2056, 8, 2, 128, dtype="bfloat16", bias="1N1S"),
+    ],
+    ids=["pairs", "dense_mask", "eight", "three", "float32", "unaligned", "decode"],
+)
+def test_bias_per_key_and_query_head(kernels, case):
+    """As slopes of distances (ALiBi) give it: the heads of a group share keys, but no bias (CASES 1, 2)."""
+    check(kernels, case, poison(case, make(case)))
+
+
 @pytest.mark.parametrize("mask", INTERVAL_PATTERNS)
 def test_every_broadcast_pattern_of_key_intervals(implementation, mask):
     bias = PATTERNS[5 * INTERVAL_PATTERNS.index(mask) % len(PATTERNS)]

@@ -169,7 +169,7 @@ def test_vmap_keeps_what_is_not_mapped_shared(linear):
     together = mapped(call), *mapped(jax.grad(loss, argnums=(0, 1, 2)))
     each = [(call(q[i], k[0], bias[i]), *jax.grad(loss, argnums=(0, 1, 2))(q[i], k[0], bias[i])) for i in range(3)]
     for got, want in zip(together, zip(*each)):
-        tolerance = 2e-3 if dtype == "float16" else 1e-5
+        tolerance = 1e-2 if dtype == "float16" else 1e-5  # p is rounded, and its scale depends on which keys come first
         np.testing.assert_allclose(got, np.stack(want), rtol=tolerance, atol=tolerance)
 
 

@@ -84,7 +84,8 @@ enum class DBias : int {
 
 // How dbias of a tile is staged in shared memory: in T, of 1 << n rows that share it, or in f32. kAny: a kernel for all
 // that is rare: soft caps, groups whose size is not 1, 2, 4 or 8, intervals of query heads, a bias of another type. The
-// others do without that code: their loops fit in the instruction cache, or nearly so.
+// others do without that code: their loops fit in the instruction cache, or nearly so. Of biases per key, k2: of query
+// heads.
 enum class Staging : int { k1, k2, k4, k8, kF32, kAny };
 
 // What the host works out for a call. Offsets and sizes are in bytes of shared memory.
@@ -382,11 +383,32 @@ __device__ __forceinline__ void hide_pairs(uint32_t (&pairs)[kPairs ? 8 : 16], u
   }
 }
 
+// How biases of a thread's two keys are unpacked where a mask is the same for all queries: selectors of byte
+// permutations, of a pair's lower half and, 16 bits further up, of its upper half. What is hidden gets -inf.
+template <class Element>
+struct KeySelectors {
+  static constexpr bool kHalf = std::is_same_v<Element, __half>;
+  static constexpr uint32_t kInfinity = kHalf ? 0xfc00fc00 : 0x0000ff80;
+  uint32_t of_key[2];
+
+  __device__ __forceinline__ void set(int h, bool seen) {
+    if (kHalf) of_key[h] = seen ? 0x3210 : 0x5454;
+    else of_key[h] = seen ? 0x32661066 : 0x54665466;
+  }
+  __device__ __forceinline__ float2 unpack(uint32_t pair, int h) const {
+    if constexpr (kHalf) return ptx::unpack_bits<__half>(__byte_perm(pair, kInfinity, of_key[h]));
+    return make_float2(__uint_as_float(__byte_perm(pair, kInfinity, of_key[h])),
+                       __uint_as_float(__byte_perm(pair, kInfinity, of_key[h] >> 16)));
+  }
+};
+
 // x = x * factor + bias^T, from a tile in shared memory. `key`: the first of this warp's 16, in the tile. kPairs: rows
 // 2 i and 2 i + 1 share a row of bias, and `place` is the lane's. hide: whether mask bits are to be looked at.
-template <class T, bool kGeneral, bool kPairs, int kBitsBytes = 16>
+// kByKey: `selectors` say which keys are seen.
+template <class T, bool kGeneral, bool kPairs, bool kByKey, int kBitsBytes>
 __device__ __forceinline__ void add_bias(float (&x)[32], const Problem& p, const BackwardPlan& plan, uint32_t tile,
-                                         int key, int place, float factor, bool hide, uint32_t bits_tile) {
+                                         int key, int place, float factor, bool hide, uint32_t bits_tile,
+                                         const KeySelectors<T>& selectors) {
   const int lane = fresh_lane(), shift = plan.bias_shift;
   if (kGeneral && p.bias_dtype == DType::kF32) {
     tile += key / 32 * plan.bias_panel;
@@ -436,7 +458,9 @@ __device__ __forceinline__ void add_bias(float (&x)[32], const Problem& p, const
     } else {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
-        const float2 b = ptx::unpack_bits<Element>(pairs[i]);
+        float2 b;
+        if constexpr (kByKey) b = selectors.unpack(pairs[i], i % 2);
+        else b = ptx::unpack_bits<Element>(pairs[i]);
         x[2 * i] = fmaf(x[2 * i], factor, b.x), x[2 * i + 1] = fmaf(x[2 * i + 1], factor, b.y);
       }
     }
@@ -848,7 +872,10 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kHalves, true, kGroups
   constexpr Bias kBias = BiasKind::kind;
   constexpr bool kGeneral = kStaging == Staging::kAny;
   // dbias is of bias's shape.
-  constexpr bool kBiasPairs = kStaging == Staging::k2 || kStaging == Staging::k4 || kStaging == Staging::k8;
+  constexpr bool kBiasPairs =
+      kBias == Bias::kTile && (kStaging == Staging::k2 || kStaging == Staging::k4 || kStaging == Staging::k8);
+  // Whether rows of even and odd number in a tile may have biases per key of their own.
+  constexpr int kRowKinds = kGeneral || kStaging == Staging::k2 ? 2 : 1;
   static_assert(kHalves == 1 || kBias != Bias::kTile);
   static_assert(!kTurns || (kBias == Bias::kTile && kMask != Mask::kIntervals && !kGeneral));
   constexpr int kPanels = Shape::kPanels, kQPanel = Shape::kQPanel, kKVPanel = Shape::kKVPanel;
@@ -857,6 +884,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kHalves, true, kGroups
   // Where registers are short ds is made of p as the products see it, in 16 bits.
   constexpr bool kPackedP = kFewRegisters || kTurns;
   constexpr bool kEarlyDV = kHeadDim == 128 && !kGeneral;  // dv is issued before dp is waited for
+  constexpr bool kByKey = kTurns && kMask == Mask::kNone;  // a mask, if there is one, is the same for all queries
   constexpr bool kHideFirst = kBias != Bias::kNone;        // before the exponentials
   // dq of a tile is announced, to the warp that adds it, together with ds of the next one. Not where that one may have
   // to wait, for a soft cap, until the same warp has read dbias.
@@ -972,7 +1000,7 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kHalves, true, kGroups
         if (lane == 0) {
           wait(&shared.q_free[stage], parity);
           int hidden = kMask == Mask::kBits && p.bits.present() && !walk.tile_full ? kTestBits : 0;
-          if (key + kKeys > static_cast<int>(p.S) ||
+          if ((!kByKey && key + kKeys > static_cast<int>(p.S)) ||
               (p.causal && key + kKeys - 1 > t0 + static_cast<int>(p.causal_offset())) ||
               (kMask != Mask::kNone && p.start.present() && !walk.tile_full))
             hidden |= kTestPosition;
@@ -1196,20 +1224,31 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kHalves, true, kGroups
       (__any_sync(~0u, threadIdx.x >= 256) ? 1 : 0) + (kTurns && __any_sync(~0u, threadIdx.x >= 384) ? 1 : 0);
   const int thread = threadIdx.x % 128;
   const int warp_key = 64 * group + 16 * (warp % 4), k0 = warp_key + lane / 4;  // this thread's keys are k0 and k0 + 8
-  float dk[kHeadDim / 2], dv[kHeadDim / 2], key_sum[2] = {0.0f, 0.0f}, key_bias[2] = {0.0f, 0.0f};
+  float dk[kHeadDim / 2], dv[kHeadDim / 2];
+  float key_bias[2][kRowKinds] = {}, key_sum[2][kRowKinds] = {};
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
   if constexpr (kBias == Bias::kKey) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int s = key + k0 + 8 * h;
-      const int64_t index = s * p.bias.col;
+    for (int i = 0; i < 2 * kRowKinds; ++i) {
+      const int h = i % 2, e = i / 2, s = key + k0 + 8 * h;
+      const int head = kRowKinds == 2 && p.bias.group != 0 ? (2 * (lane % 4) + e) % p.G : 0;
+      const int64_t index = s * p.bias.col + head * p.bias.group;
       if (s < static_cast<int>(p.S))
-        key_bias[h] = p.bias_dtype == DType::kF32 ? reinterpret_cast<const float*>(operands.bias)[index]
-                      : p.bias_dtype == DType::kBF16
-                          ? __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(operands.bias)[index])
-                          : __half2float(reinterpret_cast<const __half*>(operands.bias)[index]);
+        key_bias[h][e] = p.bias_dtype == DType::kF32 ? reinterpret_cast<const float*>(operands.bias)[index]
+                         : p.bias_dtype == DType::kBF16
+                             ? __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(operands.bias)[index])
+                             : __half2float(reinterpret_cast<const __half*>(operands.bias)[index]);
     }
+  }
+  KeySelectors<T> selectors{};
+  if constexpr (kByKey) {
+    const int word = (key + warp_key) / 32;
+    const bool there = word < 4 * static_cast<int>(p.key_tiles);
+    const uint32_t bits = p.bits.present() && there ? operands.bits[word * p.bits.col] : ~0u;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      selectors.set(h, key + k0 + 8 * h < static_cast<int>(p.S) && (bits >> ((k0 + 8 * h) % 32) & 1) != 0);
   }
   // Kept in registers where each tile may need it.
   const SeenBy seen = kMask == Mask::kIntervals ? SeenBy::of<kMask>(p, operands, key + k0) : SeenBy();
@@ -1371,12 +1410,12 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kHalves, true, kGroups
         }
       }
       if constexpr (kBias == Bias::kTile) {
-        add_bias<T, kGeneral, kBiasPairs, kBitsBytes>(x, p, plan, k_tile + plan.bias_at + logit_stage * plan.bias_stage,
-                                                      warp_key, kBiasPairs ? place_of_bias() : 0, factor,
-                                                      bits_in_bias && (hidden & kTestBits), bits_tile);
+        add_bias<T, kGeneral, kBiasPairs, kByKey, kBitsBytes>(
+            x, p, plan, k_tile + plan.bias_at + logit_stage * plan.bias_stage, warp_key,
+            kBiasPairs ? place_of_bias() : 0, factor, bits_in_bias && (hidden & kTestBits), bits_tile, selectors);
       } else if constexpr (kBias == Bias::kKey) {
 #pragma unroll
-        for (int c = 0; c < 32; ++c) x[c] = fmaf(x[c], factor, key_bias[c / 2 % 2]);
+        for (int c = 0; c < 32; ++c) x[c] = fmaf(x[c], factor, key_bias[c / 2 % 2][c % kRowKinds]);
       }
       if (kBias != Bias::kNone && special) {
         // In a row of padding x may be NaN: it meets biases that are hidden from all others.
@@ -1470,8 +1509,14 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kHalves, true, kGroups
         const float2 d = kDeltaFirst ? float2{} : minus_delta[4 * c];
         y[4 * c] = p0.x * differ(y[4 * c], d.x), y[4 * c + 1] = p0.y * differ(y[4 * c + 1], d.y);
         y[4 * c + 2] = p1.x * differ(y[4 * c + 2], d.x), y[4 * c + 3] = p1.y * differ(y[4 * c + 3], d.y);
-        if constexpr (kBias == Bias::kKey)
-          key_sum[0] += y[4 * c] + y[4 * c + 1], key_sum[1] += y[4 * c + 2] + y[4 * c + 3];
+        if constexpr (kBias == Bias::kKey) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float* const pair = y + 4 * c + 2 * h;
+            if (kRowKinds == 1) key_sum[h][0] += pair[0] + pair[1];
+            else key_sum[h][0] += pair[0], key_sum[h][kRowKinds - 1] += pair[1];
+          }
+        }
       }
       if (!capped) {
 #pragma unroll
@@ -1662,16 +1707,23 @@ __global__ void __launch_bounds__(BackwardShape<kHeadDim, kHalves, true, kGroups
                                   plan.dbias_pairs};
       float* const sums = reinterpret_cast<float*>(dynamic + Shape::kDS);  // ds has been read
       named_sync(1, kConsumers);
+      // That have sums of their own. A lane has those of 2 (lane % 4) and the next one, modulo `heads`.
+      const int heads = kRowKinds == 2 && p.dbias.group != 0 ? p.G : 1;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float sum = key_sum[h];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        const int k = k0 + 8 * h;
-        if (lane % 4 == 0) {
-          if (p.dbias.col == 0) sums[k] = sum;
-          else if (key + k < p.S) writer.put(key + k, sum);
+        float sum[2] = {key_sum[h][0], kRowKinds == 2 ? key_sum[h][kRowKinds - 1] : 0.0f};
+        if (heads == 1) sum[0] += sum[1];
+#pragma unroll
+        for (int distance = 1; distance < 4; distance *= 2) {
+          const float other[2] = {__shfl_xor_sync(~0u, sum[0], distance), __shfl_xor_sync(~0u, sum[1], distance)};
+          if (heads <= 2 * distance) sum[0] += other[0], sum[1] += other[1];
         }
+        const int k = k0 + 8 * h;
+        if (lane % 4 >= (heads + 1) / 2) continue;
+        if (p.dbias.col == 0) sums[k] = sum[0];
+        else if (key + k < p.S)
+          for (int e = 0; e < min(heads, 2); ++e)
+            writer.put((2 * (lane % 4) + e) * p.dbias.group + key + k, e == 0 ? sum[0] : sum[1]);
       }
       if (p.dbias.col == 0) {
         named_sync(1, kConsumers);
@@ -1694,45 +1746,53 @@ template <class T, int kHeadDim, int kChannels>
 __global__ void __launch_bounds__(threads_for(kChannels))
     jax_dma_sm90_row_stats(const __grid_constant__ Problem p, const __grid_constant__ BackwardScratch scratch) {
   constexpr int kThreads = threads_for(kChannels), kLanes = kChannels / 8;  // of a row: 16 bytes each
-  const int64_t head = blockIdx.x / scratch.tiles;
-  const int tile = static_cast<int>(blockIdx.x % scratch.tiles), kv_head = static_cast<int>(head % p.K);
+  constexpr int kRounds = kRows * kLanes / kThreads;
+  const uint32_t tiles = scratch.tiles, head = blockIdx.x / tiles, batch = head / static_cast<uint32_t>(p.K);
+  const int tile = blockIdx.x % tiles, kv_head = head % static_cast<uint32_t>(p.K);
   const int queries = queries_per_tile(p.G) / kQueryParts, c = threadIdx.x % kLanes * 8;
-  const int64_t batch = head / p.K;
-  const T* const out = static_cast<const T*>(p.out.data) + offset_of(p, p.out, batch, kv_head, 0);
-  const T* const dout = static_cast<const T*>(p.dout.data) + offset_of(p, p.dout, batch, kv_head, 0);
-  const float* const lse = static_cast<const float*>(p.lse.data) + offset_of(p, p.lse, batch, kv_head, 0);
-  const float* const dlse = static_cast<const float*>(p.dlse.data) + offset_of(p, p.dlse, batch, kv_head, 0);
-  float* const stats = scratch.row_stats + int64_t{blockIdx.x} * (2 * kRows);
+  const auto at = [&](const View& view) { return offset_of(p, view, batch, kv_head, 0); };
+  const int64_t out_at = at(p.out), dout_at = at(p.dout), lse_at = at(p.lse), dlse_at = at(p.dlse);
+  // What is not there is read from where something is: without branches all loads are in flight together.
+  const int channel = c < p.Hv ? c : 0;
+  uint4 out[kRounds], dout[kRounds];
+  float lse[kRounds], dlse[kRounds];
+  bool inside[kRounds];
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int r = threadIdx.x / kLanes + i * (kThreads / kLanes), query = r / p.G, g = r % p.G;
+    inside[i] = query < queries && int64_t{tile} * queries + query < p.T;
+    const int64_t t = inside[i] ? int64_t{tile} * queries + query : 0;
+    out[i] = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.out.data) + out_at + g * p.out.group +
+                                             t * p.out.row + channel);
+    dout[i] = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.dout.data) + dout_at + g * p.dout.group +
+                                              t * p.dout.row + channel);
+    lse[i] = static_cast<const float*>(p.lse.data)[lse_at + g * p.lse.group + t * p.lse.row];
+    dlse[i] =
+        p.dlse.present() ? static_cast<const float*>(p.dlse.data)[dlse_at + g * p.dlse.group + t * p.dlse.row] : 0.0f;
+  }
   float4* const dq = reinterpret_cast<float4*>(scratch.dq) + int64_t{blockIdx.x} * (kRows * kHeadDim / 4);
 #pragma unroll
   for (int i = threadIdx.x; scratch.zeroed && i < kRows * kHeadDim / (p.H > kHeadDim / 2 ? 4 : 8); i += kThreads)
     dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (threadIdx.x < 2) scratch.turn[2 * int64_t{blockIdx.x} + threadIdx.x] = 0;
+  float* const stats = scratch.row_stats + int64_t{blockIdx.x} * (2 * kRows);
 #pragma unroll
-  for (int r = threadIdx.x / kLanes; r < kRows; r += kThreads / kLanes) {
-    const int query = r / p.G, g = r % p.G;
-    const int64_t t = int64_t{tile} * queries + query;
-    float row_lse = -INFINITY, row_dlse = 0.0f, sum = 0.0f;
-    if (query < queries && t < p.T) {
-      row_lse = lse[g * p.lse.group + t * p.lse.row];
-      if (p.dlse.present()) row_dlse = dlse[g * p.dlse.group + t * p.dlse.row];
-      if (c < p.Hv) {
-        const uint4 a = *reinterpret_cast<const uint4*>(out + g * p.out.group + t * p.out.row + c),
-                    b = *reinterpret_cast<const uint4*>(dout + g * p.dout.group + t * p.dout.row + c);
-        const uint32_t u[4] = {a.x, a.y, a.z, a.w}, v[4] = {b.x, b.y, b.z, b.w};
+  for (int i = 0; i < kRounds; ++i) {
+    const int r = threadIdx.x / kLanes + i * (kThreads / kLanes);
+    const uint32_t u[4] = {out[i].x, out[i].y, out[i].z, out[i].w}, v[4] = {dout[i].x, dout[i].y, dout[i].z, dout[i].w};
+    float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 x = ptx::unpack<T>(u[i]), y = ptx::unpack<T>(v[i]);
-          sum += x.x * y.x + x.y * y.y;
-        }
-      }
+    for (int j = 0; j < 4; ++j) {
+      const float2 x = ptx::unpack<T>(u[j]), y = ptx::unpack<T>(v[j]);
+      sum += x.x * y.x + x.y * y.y;
     }
+    if (c >= p.Hv) sum = 0.0f;
 #pragma unroll
     for (int mask = kLanes / 2; mask > 0; mask >>= 1) sum += __shfl_xor_sync(~0u, sum, mask);
     if (c == 0) {
-      const bool blank = row_lse == -INFINITY;
-      stats[r] = blank ? INFINITY : RowStat::of(row_lse, p.bias.present());
-      stats[kRows + r] = blank ? 0.0f : row_dlse - sum;
+      const bool blank = !inside[i] || lse[i] == -INFINITY;
+      stats[r] = blank ? INFINITY : RowStat::of(lse[i], p.bias.present());
+      stats[kRows + r] = blank ? 0.0f : dlse[i] - sum;
     }
   }
 }
@@ -1797,10 +1857,9 @@ template <class T, int kHeadDim, int kChannels>
 __global__ void __launch_bounds__(threads_for(kChannels))
     jax_dma_sm90_reorder_dq(const __grid_constant__ Problem p, const __grid_constant__ BackwardScratch scratch) {
   constexpr int kThreads = threads_for(kChannels), kBlocks = kChannels / 8;  // of 8 channels
-  const int64_t head = blockIdx.x / scratch.tiles;
-  const int tile = static_cast<int>(blockIdx.x % scratch.tiles), kv_head = static_cast<int>(head % p.K);
-  const int queries = queries_per_tile(p.G) / kQueryParts;
-  T* const out = static_cast<T*>(p.dq.data) + offset_of(p, p.dq, head / p.K, kv_head, 0);
+  const uint32_t tiles = scratch.tiles, head = blockIdx.x / tiles, K = p.K;
+  const int tile = blockIdx.x % tiles, queries = queries_per_tile(p.G) / kQueryParts;
+  T* const out = static_cast<T*>(p.dq.data) + offset_of(p, p.dq, head / K, head % K, 0);
   const float4* const dq = reinterpret_cast<const float4*>(scratch.dq) + int64_t{blockIdx.x} * (kRows * kHeadDim / 4);
 #pragma unroll
   for (int i = threadIdx.x; i < kBlocks * 32; i += kThreads) {

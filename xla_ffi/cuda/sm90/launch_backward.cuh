@@ -54,6 +54,13 @@ __global__ void jax_dma_sm90_round_dbias(const float* sums, void* dbias, int64_t
   if (i < elements) store_value(dbias, i, sums[i], dtype);
 }
 
+// Whether biases vary by query, or in another way that threads cannot keep in registers, where each has two keys, and
+// the rows of even or odd number of a tile have the same head of their group.
+inline bool has_tiles_of_bias(const Problem& p, bool wide) {
+  if (!p.bias.present() || p.bias.row != 0 || p.bias.group == 0) return p.bias.present() && p.bias.row != 0;
+  return wide || p.bias.col == 0 || (p.G != 2 && p.G != 4 && p.G != 8);
+}
+
 // Whether two neighbouring keys, the first one even, lie at an aligned address (4 bytes, or 8 of f32).
 inline bool pairs_are_aligned(const Problem& p, const View& view) {
   bool aligned = view.present() && view.col == 1 && reinterpret_cast<uintptr_t>(view.data) % 8 == 0;
@@ -71,7 +78,7 @@ bool plan_logits(const Problem& p, float* dbias_sums, BackwardPlan* plan, Backwa
   const int group_shift = p.G == 2 ? 1 : p.G == 4 ? 2 : p.G == 8 ? 3 : 0;
   const auto shift_of = [&](const View& view) { return grouped && view.group == 0 ? group_shift : 0; };
   const auto panel_of = [](int shift) { return std::max(Shape::kTile >> shift, 8) * 128; };
-  const bool tile_bias = p.bias.present() && (p.bias.row != 0 || p.bias.group != 0);
+  const bool tile_bias = has_tiles_of_bias(p, Shape::kWide);
   // A map of boxes of 128 bytes of keys and a tile's rows.
   const auto map_of = [&](CUtensorMap* map, bool* has_batch, const View& view, void* data, DType dtype, int queries) {
     const int group = view.group != 0 ? p.G : 1;
@@ -152,8 +159,9 @@ BackwardKernel kernel_of(Staging staging, bool tall, bool staged, bool three) {
     };
     if constexpr (kAnyMask)
       if (staging == Staging::kAny) return of(std::integral_constant<Staging, Staging::kAny>());
-    if constexpr (BiasKind::kind == Bias::kTile) {
+    if constexpr (BiasKind::kind != Bias::kNone)
       if (staging == Staging::k2) return of(std::integral_constant<Staging, Staging::k2>());
+    if constexpr (BiasKind::kind == Bias::kTile) {
       if (staging == Staging::k4) return of(std::integral_constant<Staging, Staging::k4>());
       if (staging == Staging::k8) return of(std::integral_constant<Staging, Staging::k8>());
       if (staging == Staging::kF32) return of(std::integral_constant<Staging, Staging::kF32>());
@@ -207,8 +215,8 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
   const int queries = queries_per_tile(p.G) / kQueryParts;
   BackwardMaps maps{};
   BackwardPlan plan{};
-  const bool tile_bias = p.bias.present() && (p.bias.row != 0 || p.bias.group != 0);
   constexpr bool kWide = kHeadDim > 128;
+  const bool tile_bias = has_tiles_of_bias(p, kWide);
   if (kWide && tile_bias) return cudaErrorNotSupported;  // slower than the sm_80 class
   // dq of head dimensions above 128 is added from registers, but where the order must be fixed.
   const bool staged = !kWide || p.deterministic;
@@ -252,9 +260,13 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
 
   const bool rare = p.softcap != 0.0f || plan.group_shift < 0 || (p.start.present() && p.start.group != 0) ||
                     (tile_bias && p.bias_dtype != p.dtype);
-  const Staging staging = rare             ? Staging::kAny
-                          : plan.dbias_f32 ? Staging::kF32
-                                           : static_cast<Staging>(plan.dbias_shift);
+  const bool key_bias = p.bias.present() && !tile_bias;
+  const Staging staging = rare                            ? Staging::kAny
+                          : key_bias && p.bias.group != 0 ? Staging::k2
+                          : plan.dbias_f32                ? Staging::kF32
+                                                          : static_cast<Staging>(plan.dbias_shift);
+
+  const bool by_key = three && p.bits.row == 0 && p.bits.group == 0;  // a mask, if any, is the same for all queries
 
   // Blocks that add to one element of dbias are launched one after another where the order of additions must be fixed.
   const int parts = static_cast<int>(ceil_div(p.S, three ? 192 : BackwardShape<kHeadDim>::kKeys)),
@@ -270,9 +282,12 @@ cudaError_t launch_backward(const Problem& p, const BackwardBuffers& buffers, cu
   for (plan.first_head = 0; plan.first_head < heads; plan.first_head += plan.heads)
     for (plan.first_part = 0; plan.first_part < parts && error == cudaSuccess; plan.first_part += plan.parts)
       error = sm80::with_kinds(p, [&](auto mask, auto bias) {
-        const BackwardKernel kernel =
-            rare ? kernel_of<T, kHeadDim, sm80::dense_mask, decltype(bias)>(staging, tall, staged, three)
-                 : kernel_of<T, kHeadDim, decltype(mask), decltype(bias)>(staging, tall, staged, three);
+        const auto kernel_for = [&](auto bias) {
+          return rare     ? kernel_of<T, kHeadDim, sm80::dense_mask, decltype(bias)>(staging, tall, staged, three)
+                 : by_key ? kernel_of<T, kHeadDim, sm80::no_mask, decltype(bias)>(staging, tall, staged, three)
+                          : kernel_of<T, kHeadDim, decltype(mask), decltype(bias)>(staging, tall, staged, three);
+        };
+        const BackwardKernel kernel = key_bias ? kernel_for(sm80::key_bias()) : kernel_for(bias);
         return launch(kernel, int64_t{plan.parts} * plan.heads, threads, plan.shared, stream, p, maps, scratch, plan);
       });
   if (error == cudaSuccess)

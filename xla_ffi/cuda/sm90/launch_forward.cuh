@@ -29,20 +29,35 @@ inline bool encode_forward_maps(const Problem& p, Bias bias_kind, bool bits_in_s
                {{group, p.bits.group, group}, {p.T, p.bits.row, queries}, {p.K, p.bits.kv, 1}, {p.B, mb, 1}}, 16);
   }
   if (bias_kind != Bias::kTile) return true;
-  const int group = p.bias.group != 0 ? p.G : 1;
+  const int group = p.bias.group != 0 ? p.G : 1, queries = p.bias.row != 0 ? plan->queries : 1;
   plan->bias_by_tma =
-      bb >= 0 && p.bias.row != 0 && sm80::bias_is_aligned(p, p.bias) &&
+      bb >= 0 && sm80::bias_is_aligned(p, p.bias) &&
       encode(&maps->bias, p.bias_dtype, p.bias.data, p.S,
-             {{group, p.bias.group, group}, {p.T, p.bias.row, plan->queries}, {p.K, p.bias.kv, 1}, {p.B, bb, 1}});
+             {{group, p.bias.group, group}, {p.T, p.bias.row, queries}, {p.K, p.bias.kv, 1}, {p.B, bb, 1}});
+  plan->bias_by_head = plan->bias_by_tma && p.bias.row == 0;
   return true;
 }
 
 // Whether the rows of a tile can be in the order that goes with shared_tile_bias.
 inline bool can_share_bias(const Problem& p) {
   if (p.G < 2 || kWarpRows % p.G != 0 || p.bias.group != 0 || p.bits.group != 0) return false;
-  const int64_t batch = batch_stride(p, p.q), rows = p.B * p.T * p.G;
-  return (p.K == 1 || p.q.kv == p.G * p.q.group) && (batch == 0 || batch == p.T * p.q.row) &&
-         p.T * p.G % kWarpRows == 0 && rows < INT32_MAX;
+  const auto in_order = [&](const View& view, int64_t entries) {  // of the batch
+    return (p.K == 1 || view.kv == p.G * view.group) && (entries == 1 || batch_stride(p, view) == p.T * view.row);
+  };
+  return in_order(p.q, batch_stride(p, p.q) == 0 ? 1 : p.B) && in_order(p.out, p.B) && p.T * p.G % kWarpRows == 0 &&
+         p.B * p.T * p.G < INT32_MAX;
+}
+// Rows of q or out in that order: both halves of the heads of a warp's queries, and so on for all queries of so many
+// batch entries. A box has those of `warps` warps.
+inline bool encode_in_order(const Problem& p, CUtensorMap* map, const View& view, int64_t channels, int64_t entries,
+                            int warps, int row_bytes) {
+  const int half = p.G / 2, queries = kWarpRows / p.G;
+  return encode(map, p.dtype, view.data, channels,
+                {{half, view.group, half},
+                 {queries, view.row, queries},
+                 {2 * p.K, half * view.group, 2},
+                 {entries * p.T / queries, queries * view.row, warps}},
+                row_bytes);
 }
 // `share_bias`: a box is in that order.
 inline bool encode_queries(const Problem& p, bool share_bias, int rows, int row_bytes, ForwardMaps* maps,
@@ -53,14 +68,7 @@ inline bool encode_queries(const Problem& p, bool share_bias, int rows, int row_
   if (!share_bias)
     return encode(&maps->q, p.dtype, p.q.data, p.H,
                   {{p.G, p.q.group, p.G}, {p.T, p.q.row, plan->queries}, {p.K, p.q.kv, 1}, {p.B, batch, 1}}, row_bytes);
-  // Both halves of the heads of a warp's queries, and so on for all queries of all batch entries.
-  const int half = p.G / 2, queries = kWarpRows / p.G;
-  return encode(&maps->q, p.dtype, p.q.data, p.H,
-                {{half, p.q.group, half},
-                 {queries, p.q.row, queries},
-                 {2 * p.K, half * p.q.group, 2},
-                 {(batch > 0 ? p.B : 1) * p.T / queries, queries * p.q.row, rows / kWarpRows}},
-                row_bytes);
+  return encode_in_order(p, &maps->q, p.q, p.H, batch > 0 ? p.B : 1, rows / kWarpRows, row_bytes);
 }
 
 // How many parts to divide the keys of each tile among, so that few tiles still fill the device. Partial results must
@@ -94,7 +102,7 @@ template <class T>
 bool can_multiply_bias(const Problem& p, int used_rows, int rows, int parts) {
   float rest = 1 / p.scale;
   for (int i = 0; i < parts; ++i) rest -= static_cast<float>(static_cast<T>(rest));
-  return p.B >= kFewestEntries && batch_stride(p, p.bias) == 0 && (p.G == 1 || p.bias.group != 0) &&
+  return p.B >= kFewestEntries && batch_stride(p, p.bias) == 0 && p.bias.row != 0 && (p.G == 1 || p.bias.group != 0) &&
          used_rows == rows && std::abs(rest) <= 1e-6f / p.scale;
 }
 
@@ -155,7 +163,7 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
     const int rest = kStages * plan.side_stage + static_cast<int>(sizeof(ForwardBarriers));
     int bias_stages = kBiasStages;
     if (bias.kind == Bias::kTile) {
-      plan.bias_rows = plan.queries * (p.bias.group != 0 ? p.G : 1);
+      plan.bias_rows = (plan.bias_by_head ? 1 : plan.queries) * (p.bias.group != 0 ? p.G : 1);
       plan.bias_panel = (plan.bias_rows * 128 + 1023) / 1024 * 1024;
       plan.bias_stage = plan.bias_panel * (Shape::kKeys * (p.bias_dtype == DType::kF32 ? 4 : 2) / 128);
       if (Shape::kBiasAt + bias_stages * plan.bias_stage + rest > shared) bias_stages = 1;
@@ -184,6 +192,10 @@ cudaError_t launch_forward(const Problem& p, const ForwardScratch& scratch, cuda
     if (multiply_bias) {
       plan.diagonal_at = diagonal_at, bytes = with_diagonal;
       plan.unfit = reinterpret_cast<uint32_t*>(scratch.data);
+    }
+    if (MaskKind::kind == Mask::kBits && kHeadDim == 128 && share_bias) {
+      plan.second_query = (bytes + 1023) / 1024 * 1024, bytes = plan.second_query + Shape::kQueryBytes;
+      if (!encode_in_order(p, &maps.out, p.out, p.Hv, p.B, 1, Shape::kRowBytes)) return cudaErrorNotSupported;
     }
     if (bytes > shared || !encode_queries(p, share_bias, Shape::kRows, Shape::kRowBytes, &maps, &plan))
       return cudaErrorNotSupported;

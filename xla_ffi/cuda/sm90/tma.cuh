@@ -111,6 +111,15 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
+// Whether wait() would return at once.
+__device__ __forceinline__ bool is_over(uint64_t* barrier, uint32_t parity) {
+  uint32_t over;
+  asm volatile("{\n.reg .pred over;\nmbarrier.test_wait.parity.shared.b64 over, [%1], %2;\nselp.b32 %0, 1, 0, over;\n}"
+               : "=r"(over)
+               : "r"(ptx::shared_address(barrier)), "r"(parity)
+               : "memory");
+  return over != 0;
+}
 
 // Loads a box of a map of five (four) axes; its bytes count towards the barrier's phase.
 __device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, uint64_t* barrier, int c0, int c1,
@@ -138,6 +147,21 @@ __device__ __forceinline__ void load_bytes(uint32_t target, const void* source, 
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
                "l"(source), "r"(bytes), "r"(ptx::shared_address(barrier))
                : "memory");
+}
+// Stores a box of a map of five axes, of this thread's group of copies that commit_boxes ends.
+__device__ __forceinline__ void write_box(const CUtensorMap* map, uint32_t source, int c0, int c1, int c2, int c3,
+                                          int c4) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+               "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
+}
+__device__ __forceinline__ void commit_boxes() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// True in one lane of the warp, always the same, as ptxas knows: it needs no loops over lanes around TMA's
+// instructions.
+__device__ __forceinline__ bool elected() {
+  uint32_t chosen;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen)::"memory");
+  return chosen != 0;
 }
 // Adds f32 in shared memory to f32 in global memory.
 __device__ __forceinline__ void bulk_reduce_add(float* target, uint32_t source, int bytes) {
