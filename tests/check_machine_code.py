@@ -6,7 +6,7 @@ For what no test can be relied on to show, in the Hopper kernels:
   the barrier before the first use of a load's result, that is, before anything has waited for the load; then the next
   tile may overwrite what is still to be read. The source makes such arrivals depend on the loads (``release_read`` in
   ``sm90/forward.cuh``).
-* Registers that are spilled inside the loop of products. They are counted, but no error: some rare instances have them.
+* Registers that are spilled in the loops of products. They are counted, but no error: some rare instances have them.
 """
 
 import re
@@ -62,20 +62,25 @@ def given_back_too_early(instructions):
     return found
 
 
-def spills_in_loop(instructions):
-    """(stores, reloads) of the shortest loop that has most of the kernel's wgmma products; None without one."""
+def spills_in_loops(instructions):
+    """(stores, reloads) in the innermost loops that have wgmma products.
+
+    What stands behind the last EXIT closes no loop: it waits, and jumps back when it is done.
+    """
+    end = max((i for i, (_, operation, _) in enumerate(instructions) if operation == "EXIT"), default=0)
     index = {address: i for i, (address, _, _) in enumerate(instructions)}
     products = [i for i, (_, operation, _) in enumerate(instructions) if operation.startswith("HGMMA")]
-    loops = []
-    for i, (address, operation, operands) in enumerate(instructions):
+    stretches = []
+    for last, (address, operation, operands) in enumerate(instructions[:end]):
         target = re.search(r"0x([0-9a-f]+)", operands) if operation.startswith("BRA") else None
         first = index.get(int(target[1], 16)) if target and int(target[1], 16) < address else None
-        if first is not None and sum(first <= p <= i for p in products) > len(products) / 2:
-            loops.append((i - first, first, i))
-    if not loops:
-        return None
-    _, first, last = min(loops)
-    operations = [operation for _, operation, _ in instructions[first:last]]
+        if first is not None and sum(first <= p <= last for p in products) >= 4:
+            stretches.append((last - first, first, last))
+    loops = []
+    for _, first, last in sorted(stretches):
+        if all(last < other_first or other_last < first for other_first, other_last in loops):
+            loops.append((first, last))
+    operations = [operation for first, last in loops for _, operation, _ in instructions[first:last]]
     return tuple(sum(o.startswith(kind) for o in operations) for kind in ("STL", "LDL"))
 
 
@@ -86,12 +91,11 @@ def main(module):
             continue
         count += 1
         early += [(name, *at) for at in given_back_too_early(instructions)]
-        spills = spills_in_loop(instructions)
-        if spills and any(spills):
+        spills = spills_in_loops(instructions)
+        if any(spills):
             spilled.append((sum(spills), name))
-    print(
-        f"    {count} Hopper kernels; {len(spilled)} spill in their loop, at most {max(spilled, default=(0,))[0]} words"
-    )
+    most = max(spilled, default=(0,))[0]
+    print(f"    {count} Hopper kernels; {len(spilled)} spill in their loops, at most {most} words")
     for name, load, arrival in early:
         print(f"    {name}: loaded at {load:#x}, given back at {arrival:#x} before it is used")
     if early or not count:
